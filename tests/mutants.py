@@ -125,8 +125,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call that draws is repeated without its generator's state",
-        "remake/calls.py",
-        "    if not producers.draws(function, args, kwargs):\n        return None\n    given",
+        "repeatable.py",
+        "    if not draws(function, args, kwargs):\n        return None\n    given",
         "    return None\n    given",
         ("gradients/test_recompute.py", "gradients/test_any_producer.py"),
     ),

@@ -15,6 +15,9 @@ from backstash.planning.run.batches import fit_batch
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import plan
 from backstash.policies.base import Keep, Policy, Recompute, Stash
+from backstash.redeem import install as _readers  # noqa: F401  # what is plugged into every Session: see stash/seams.py
+from backstash.remake import remaking as _producer  # noqa: F401
+from backstash.replay import replaying as _replays  # noqa: F401
 from backstash.report.meter import measure
 from backstash.saved import Need
 from backstash.session import Session

@@ -38,20 +38,14 @@ from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
-from backstash.redeem import accumulation, install, linear, table
-from backstash.redeem.unpack import unpack
-from backstash.remake import making
-from backstash.remake.contents import Contents
-from backstash.remake.leaning import Leaning
-from backstash.remake.remaking import Remaking
-from backstash.replay import replaying
-from backstash.stash import held
+from backstash.stash import held, seams
 from backstash.stash.accounts import Step
 from backstash.stash.encode import Encoder
 from backstash.stash.ledger import PeakRow, Report
 from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
+from backstash.stash.unpack import unpack
 from backstash.stash.value import Value
 from backstash.stash.watcher import Watcher
 from backstash.stores import DeviceStore, HostStore, Store
@@ -122,7 +116,7 @@ class Session:
         stop_if_useless: bool | None = None,
         replan: Literal["auto"] | None = None,
     ) -> None:
-        install.prepare()
+        seams.readers.prepare()
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients, stop_if_useless)
         is_lossless = isinstance(self.policy, policies.Lossless)
@@ -134,26 +128,26 @@ class Session:
         self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore()}
         opened = {name: opens() for name, opens in (self.policy.stores or {}).items() if name not in (stores or {})}
         self.stores |= {**opened, **(stores or {})}
-        self._names = Names(model, table.can_claim, self.policy.cycles)
+        self._names = Names(model, seams.readers.can_claim, self.policy.cycles)
         self._live = Live(self.policy.ahead, overwrite_gradients, self.policy.fetches)
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
-        self._contents = Contents(MIN_NBYTES if min_nbytes is None else min_nbytes, ParameterStorages())
-        self._leaning = Leaning()
-        self._contents.copied, self._contents.noting = self._leaning.expect, self._names.noting
-        self._pending = Pending(self._encode)
-        full, noting = check == "full", self._names.noting
-        self._remaking = Remaking(self.policy, self._live, self._leaning, full, self._pending, noting)
-        self._live.remake = making.remade_whole
-        self._encoder = Encoder(self.policy, self.stores, self._live, self._remaking)
-        rooms = self._contents, self._leaning, self._pending, self._encoder
-        self._forward = Forward(self.policy, self._names, self._live, *rooms, self._before_save)
+        self._min_nbytes = MIN_NBYTES if min_nbytes is None else min_nbytes
+        self._parameters, self._pending = ParameterStorages(), Pending(self._encode)
+        rooms = self._pending, self._parameters, self._min_nbytes
+        self._producer = seams.producer(self.policy, self._names, self._live, *rooms, check == "full")
+        self._live.remake, self._tape = self._producer.remake, self._producer.tape
+        self._producer.encoder = self._encoder = Encoder(self.policy, self.stores, self._live, self._producer)
+        listens = self._names, self._live, self._tape, self._encoder
+        self._forward = Forward(self.policy, *listens, *rooms, self._before_save)
         self._steps, self._elsewhere = 0, False
         self._holding = held.Holding(self._forward.counted, self._before_hold)
-        self._reading = held.Reading(self._unpack, linear.claim_input, accumulation.LINEAR)
+        self._reading = held.Reading(self._unpack, seams.readers.claim_input, seams.readers.linear_nodes)
         self._hold, self._read = self._holding.hook(), self._reading.hook()
-        self._replaying = self._forward.replaying = replaying.for_session(self, self._forward, self._pack, self._read)
+        replays = seams.replays
+        self._replaying = None if replays is None else replays(self, self._forward, self._pack, self._read)
+        self._forward.replaying = self._replaying
         self._is_replayed = False  # the pass in progress, or the latest one
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
@@ -170,7 +164,7 @@ class Session:
             # Other Sessions do the work. What refers to this one would keep it, and a profiler that runs for it, until
             # the collector comes.
             self._forward.replaying = None
-            del self._pending, self._remaking, self._encoder, self._forward, self._holding, self._reading
+            del self._pending, self._producer, self._tape, self._encoder, self._forward, self._holding, self._reading
             del self._hold, self._read, self._replaying
 
     # -- entering and leaving ------------------------------------------------------------------------------------
@@ -254,21 +248,20 @@ class Session:
                 self._replaying.end(is_left=True)
             self._forward.name(None)
             self._pending.look_at_all()
-            self._leaning.store_all(self._encoder, self._pending)
+            self._tape.store_all()
             self._end_recording()
 
     def _forget(self) -> None:
         self._live.read_with_graph = None
         self._pending.clear()
-        self._leaning.clear()
         self._forward.clear()
-        self._contents.clear()
-        self._contents.parameters.clear()
+        self._tape.clear()
+        self._parameters.clear()
 
     @property
     def min_nbytes(self) -> int:
         """Smaller tensors are kept."""
-        return self._contents.min_nbytes
+        return self._min_nbytes
 
     @property
     def model(self) -> nn.Module | None:
@@ -384,7 +377,7 @@ class Session:
         if not self._forward.is_idle:
             self._names.enter_root(module)
             if not self._is_replayed:  # else nobody asks, and what goes the long way alone may read no parameter again
-                self._contents.parameters.enter(module)
+                self._parameters.enter(module)
 
     def _may_idle(self) -> bool:
         """Whether there is nothing to do (Note: [idle Sessions])."""
@@ -393,7 +386,8 @@ class Session:
     def _use_learned_size(self) -> None:
         if self._chooses_min_nbytes:
             known = self._names.learned
-            self._contents.min_nbytes = known.min_nbytes or MIN_NBYTES
+            self._min_nbytes = known.min_nbytes or MIN_NBYTES
+            self._forward.min_nbytes = self._tape.min_nbytes = self._min_nbytes
             self._forward.recomputes = bool(self.policy.recomputes) and not known.saves_little
 
     def _learn(self) -> None:
@@ -443,11 +437,11 @@ class Session:
         if self._live.monitor is not None:
             self._live.monitor.begin_step(self._steps)
         self._forward.begin_step(Step())
-        self._remaking.begin_step(self._forward.step, self._steps)
+        self._producer.begin_step(self._forward.step, self._steps)
         self._live.prefetcher.begin_step()
         self._names.begin_step()
         self._pending.begin_step()
-        self._contents.begin_step()
+        self._tape.begin_step()
         self._live.unpacked = False  # last: what is interrupted before that is done again
         self._begin_replay()
 
@@ -491,7 +485,7 @@ class Session:
         if self._steps == 0:
             self._steps = 1
             self._compare()
-            self._remaking.begin_step(self._forward.step, 1)
+            self._producer.begin_step(self._forward.step, 1)
             self.policy.begin_step()
             if self._live.monitor is not None:
                 self._live.monitor.begin_step(1)
@@ -504,7 +498,7 @@ class Session:
 
     def _encode(self, value: Value) -> None:
         """Encode a value that nobody but autograd holds."""
-        self._leaning.forget(value.waiting.cdata)  # nobody can change it any more
+        self._tape.owns(value.waiting.cdata)
         self._encoder.encode(value)
 
     # -- unpack --------------------------------------------------------------------------------------------------
@@ -516,7 +510,7 @@ class Session:
             # Not a look at grad_fn._saved_*, nor a pass that has a graph of its own, which belongs to the forward pass.
             if not self._live.unpacked and in_backward() and not torch.is_grad_enabled():
                 self._begin_backward()
-            return unpack(packed, self._live, self._contents.min_nbytes)
+            return unpack(packed, self._live, self._min_nbytes)
 
     def _begin_backward(self) -> None:
         live = self._live
@@ -540,10 +534,12 @@ def _early_nbytes(step: Step) -> int:
     found = 0
     for account in step.accounts:
         readers = (account.facts, *(account.shared_by or ()))
-        each = (table.frees_early(reader.op, reader.role, reader.spec, account.saved_nbytes) for reader in readers)
+        each = (
+            seams.readers.frees_early(reader.op, reader.role, reader.spec, account.saved_nbytes) for reader in readers
+        )
         found += account.stash_nbytes if any(each) else 0
     return found
 
 
-for _function in (Session._pack, Session._before_hold, Session._unpack, linear.claim_input, linear.claim_weight):
+for _function in (Session._pack, Session._before_hold, Session._unpack):
     hide_from_dynamo(_function, and_all_below=True)

@@ -15,11 +15,11 @@ from test_op_db import EXCEPTIONS, OPS, QUICK_SAMPLES, SAMPLES, Forward, by_part
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from backstash import Keep, Policy, Recompute, Session, policies
+from backstash import Keep, Policy, Recompute, Session, policies, repeatable
 from backstash.capture import observer
 from backstash.ops import backends
 from backstash.proofs import proofs
-from backstash.remake import fused, producers, repeating
+from backstash.remake import fused, repeating
 from backstash.remake.recipes import Recipe
 from backstash.saved import is_odd
 from backstash.torch_internals import in_filled_memory
@@ -453,16 +453,16 @@ def test_costly_functions_are_not_repeated_for_a_policy_that_does_not_ask_for_it
 
 def test_random_state_changing_and_unfilled_functions_are_not_repeatable() -> None:
     for function in (torch.empty_like, F.rrelu, F.gumbel_softmax, torch.multinomial, F.batch_norm, F.ctc_loss):
-        assert function in producers.CHEAP or not producers.is_repeatable(function), function
+        assert function in repeatable.CHEAP or not repeatable.is_repeatable(function), function
     for function in (F.conv2d, F.linear, torch.bmm, Tensor.matmul, F.embedding, F.max_pool2d, torch.einsum, Tensor.sum):
-        assert producers.is_repeatable(function), function
-    assert producers.may_change_state(F.embedding, (None, None, None, 1.0), {})
-    assert not producers.is_repeatable(torch.instance_norm)  # whose arguments come in another order
+        assert repeatable.is_repeatable(function), function
+    assert repeatable.may_change_state(F.embedding, (None, None, None, 1.0), {})
+    assert not repeatable.is_repeatable(torch.instance_norm)  # whose arguments come in another order
     mean = torch.zeros(2)
-    assert producers.may_change_state(F.instance_norm, (None, mean, mean), {})
-    assert producers.may_change_state(F.instance_norm, (None,), {"running_mean": mean, "running_var": mean})
-    assert not producers.may_change_state(F.instance_norm, (None, None, None, mean, mean), {"use_input_stats": True})
-    assert producers.draws(F.scaled_dot_product_attention, (None,), {"dropout_p": 0.1})
+    assert repeatable.may_change_state(F.instance_norm, (None, mean, mean), {})
+    assert repeatable.may_change_state(F.instance_norm, (None,), {"running_mean": mean, "running_var": mean})
+    assert not repeatable.may_change_state(F.instance_norm, (None, None, None, mean, mean), {"use_input_stats": True})
+    assert repeatable.draws(F.scaled_dot_product_attention, (None,), {"dropout_p": 0.1})
 
 
 @pytest.mark.parametrize("tracks", [False, True])
@@ -572,12 +572,12 @@ def test_a_recurrent_network_is_repeated_once_however_many_tensors_it_saves_insi
 @pytest.fixture
 def ctc_loss_is_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nobody knew that ctc_loss saves a table of which it fills only what the lengths of the texts need."""
-    monkeypatch.setattr(producers, "_UNREPEATABLE", producers._UNREPEATABLE - {"ctc_loss"})
+    monkeypatch.setattr(repeatable, "_UNREPEATABLE", repeatable._UNREPEATABLE - {"ctc_loss"})
     monkeypatch.setattr(observer, "_kinds", {})
-    producers.is_repeatable.cache_clear()
+    repeatable.is_repeatable.cache_clear()
     proofs.forget()
     yield
-    producers.is_repeatable.cache_clear()
+    repeatable.is_repeatable.cache_clear()
 
 
 @pytest.mark.usefixtures("ctc_loss_is_tried")

@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Session, policies
 from backstash import session as sessions
 from backstash.capture import learned
-from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned
+from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned, Limit
 from backstash.capture.names import Names
 from backstash.errors import SavedTensorFreedError
 from backstash.remake import noting
-from backstash.remake.noting import Limit
 
 MIB = 1 << 20
 

@@ -29,10 +29,10 @@ from torch.autograd import ProfilerConfig, ProfilerState
 from torch.overrides import handle_torch_function, has_torch_function
 
 import backstash as bs
-from backstash import Session
+from backstash import Session, repeatable
 from backstash.capture import observer
 from backstash.proofs import proofs
-from backstash.remake import producers, repeating
+from backstash.remake import repeating
 from backstash.remake.calls import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -266,12 +266,12 @@ class Telling(nn.Module):
 
 @pytest.fixture
 def _tells_is_repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    functions = producers._overridable() | {tells}
-    monkeypatch.setattr(producers, "_overridable", lambda: functions)
+    functions = repeatable._overridable() | {tells}
+    monkeypatch.setattr(repeatable, "_overridable", lambda: functions)
     monkeypatch.setattr(observer, "_kinds", {})
-    producers.is_repeatable.cache_clear()
+    repeatable.is_repeatable.cache_clear()
     yield
-    producers.is_repeatable.cache_clear()
+    repeatable.is_repeatable.cache_clear()
 
 
 def trained(

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from backstash import Need, Policy, Session, Stash
 from backstash.formulas import FORMULAS
-from backstash.redeem import unpack as unpack_module
 from backstash.saved import Mask, TensorSpec, Test
 from backstash.stash import decode
+from backstash.stash import unpack as unpack_module
 from backstash.stash.ledger import Entry
 from backstash.torch_internals import clamp_passes_bounds
 

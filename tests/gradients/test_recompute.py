@@ -18,7 +18,7 @@ from backstash.ops.backends import has_own_kernel, serving
 from backstash.ops.layout import Activation
 from backstash.policies import Lossless
 from backstash.policies.base import Keep, Recompute
-from backstash.remake.producers import CHEAP
+from backstash.repeatable import CHEAP
 from backstash.saved import Need, SavedTensor
 from backstash.stash.ledger import Entry
 from backstash.testing import equal_bits
@@ -257,7 +257,7 @@ def test_nothing_is_left_behind() -> None:
     gc.collect()
     assert session._live.saved == 0
     assert session._live.nbytes == 0
-    assert not session._contents
+    assert not session._tape.contents
     storages = [x for x in gc.get_objects() if type(x) is Tensor and x.shape == (4, 8, 10, 10)]
     assert not storages
 

@@ -12,26 +12,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.capture.names import Names
 from backstash.capture.naming import find_saved, weight_copies
-from backstash.capture.side_effects import SideEffect, affected
+from backstash.capture.side_effects import SideEffect
 from backstash.interpreter import is_odd
 from backstash.policies.base import Policy, is_watching
-from backstash.remake.calls import CallPlace, Group
-from backstash.remake.contents import Contents, Inside
-from backstash.remake.leaning import Leaning
 from backstash.saved import PLAIN, Need, SavedTensor
-from backstash.stash import held, parameters, regions, wrapped
+from backstash.stash import held, regions, wrapped
 from backstash.stash.accounts import Account, Step
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.live import Live
+from backstash.stash.parameters import (
+    HeldParameter,
+    ParameterStorages,
+    StorageReference,
+    is_leaf_of_graph,
+    is_pinned,
+)
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
+from backstash.stash.producer import Tape
 from backstash.stash.value import Saved, Value, version_of
 from backstash.torch_internals import (
     any_autocast,
@@ -52,7 +56,10 @@ class Forward:
         policy: is told what nodes save, if it wants to know.
         names: names saved tensors.
         live: the running totals.
-        contents, leaning, pending, encoder: of the same Session.
+        tape: is told how tensors are made.
+        encoder, pending: of the same Session.
+        parameters: tells which storages are parameters and buffers.
+        min_nbytes: smaller tensors are kept.
         before_save: called before a tensor is taken in, under the lock: a step may begin with it.
 
     Attributes:
@@ -62,7 +69,7 @@ class Forward:
         recomputes: whether it is noted how values are made.
         is_timing: whether it is noted how long that took: in the first steps.
         remakes_anything: whether that is noted of costly functions too.
-        parameters: tells which storages are parameters and buffers.
+        parameters, min_nbytes: as above.
         step: the accounts of the step in progress.
         counted: how many tensors were saved in this step, and their bytes.
         is_idle: whether the Session has nothing to do.
@@ -75,28 +82,25 @@ class Forward:
         "_assigned",
         "_before_save",
         "_call",
-        "_call_place",
-        "_contents",
         "_encoder",
         "_is_watched",
-        "_leaning",
         "_live",
         "_lock",
         "_made_in",
         "_names",
-        "_packed",
-        "_packed_before",
         "_pending",
         "_policy",
         "_rows",
         "_shapes",
         "_steps",
+        "_tape",
         "_waiting",
         "counted",
         "depth",
         "differentiates",
         "is_idle",
         "is_timing",
+        "min_nbytes",
         "parameters",
         "recomputes",
         "recorder",
@@ -111,10 +115,11 @@ class Forward:
         policy: Policy,
         names: Names,
         live: Live,
-        contents: Contents,
-        leaning: Leaning,
-        pending: Pending,
+        tape: Tape,
         encoder: Encoder,
+        pending: Pending,
+        parameters: ParameterStorages,
+        min_nbytes: int,
         before_save: Callable[[], None],
     ) -> None:
         self.depth = 0
@@ -126,25 +131,22 @@ class Forward:
         self.is_timing = True
         self._steps = 0
         self._made_in: dict[int, float] = {}  # seconds, by the address of what was made
-        self.remakes_anything = contents.remakes_anything = bool(policy.remakes_anything)
+        self.remakes_anything = bool(policy.remakes_anything)
         self.step = Step()
         self.counted = [0, 0]
-        self.parameters = contents.parameters
+        self.parameters = parameters
+        self.min_nbytes = min_nbytes
         self._policy = policy
         self._is_watched = is_watching(policy)
         self._names = names
         self._live = live
         self._lock = live.lock
-        self._contents = contents
-        self._leaning = leaning
+        self._tape = tape
         self._pending = pending
         self._encoder = encoder
         self._before_save = before_save
-        self._shapes: dict[int, tuple[parameters.StorageReference, Account]] = {}  # where only the shape is read
+        self._shapes: dict[int, tuple[StorageReference, Account]] = {}  # where only the shape is read
         self._assigned: list[Tensor] = []
-        self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
-        self._packed_before = 0
-        self._call_place: CallPlace | None = None  # of the function in progress
         self.recorder: Any = None
         self.replaying: Any = None
         self._call: regions.RegionCall | None = None  # of a compiled region, whose tensors autograd saves now
@@ -157,17 +159,20 @@ class Forward:
         self._shapes.clear()
         self._assigned.clear()
         self._steps += 1
-        self._names.noting().end_pass()
+        self._end_pass()
         self.is_timing = self._steps <= TIMED_STEPS
         self._made_in.clear()
 
     def clear(self) -> None:
         """Forget what was seen of storages: the Session is left."""
         self._shapes.clear()
-        self._names.noting().end_pass()
-        self._packed, self._call_place = [], None
+        self._end_pass()
         self.unnamed, self._call = [], None
         self._rows.clear()
+
+    def _end_pass(self) -> None:
+        self._names.learned.forward_passes += 1
+        self._tape.end_pass()
 
     def ran(self, region: regions.Region) -> None:
         """A compiled region has run, and hands its tensors to autograd."""
@@ -181,7 +186,7 @@ class Forward:
     def before_function(self) -> None:
         """A torch function is about to run: encode what nobody holds any more."""
         if self.remakes_anything and self.depth == 0:
-            self._packed, self._packed_before, self._call_place = [], self.counted[0], None
+            self._tape.begin_function(self.counted[0])
         pending = self._pending
         pending.clock = clock = pending.clock + 1
         if clock in pending.due:
@@ -204,25 +209,8 @@ class Forward:
 
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
-        contents = self._contents
-        has_version = effect not in (SideEffect.ESCAPES, SideEffect.CHANGES_STATISTICS)
         with self._lock:
-            for x in affected(effect, args, kwargs):
-                memories = wrapped.memories(x)
-                if memories is None:  # it may be the memory of anything
-                    self._leaning.store_all(self._encoder, self._pending, costly=True)
-                    contents.escape_all()
-                    return
-                for inner in memories:
-                    is_told = has_version and inner is x  # an op in place on a wrapper gives what it wraps no version
-                    if is_told and not self._leaning:
-                        continue  # nothing is remade from what the program may change
-                    if inner.layout is not torch.strided or is_odd(inner):
-                        continue
-                    storage = inner.untyped_storage()
-                    if storage._cdata in self._leaning:
-                        self._leaning.store(storage._cdata, self._encoder, self._pending)
-                    (contents.change if is_told else contents.escape)(inner, storage)
+            self._tape.before_side_effect(effect, args, kwargs)
 
     def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
         """Remember how long it took to make a tensor. On a GPU nobody knows at this time."""
@@ -236,7 +224,7 @@ class Forward:
             return assign()  # a leaf is held itself
         with no_torch_function():
             storage = x.untyped_storage()
-            if storage.nbytes() < self._contents.min_nbytes:
+            if storage.nbytes() < self.min_nbytes:
                 self._assigned.append(x)  # what is held as it is follows when it is read, so ``x`` has to live
             value = self._pending.get(storage._cdata)
             saved = [] if value is None else [each for each in value.saved() if each.is_of(x)]
@@ -249,47 +237,14 @@ class Forward:
 
     def counts(self, function: Any) -> bool:
         """Whether the call of a function that is about to run has to be noted (Note: [calls that count])."""
-        self._call_place = self._names.call_place(function)
-        return self._call_place is not None
+        return self._tape.counts(function, *self._names.count_call(function))
 
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
         """A function that can be repeated has returned something: remember how that content was made."""
         with self._lock:
-            if not self.remakes_anything:
-                if type(result) is Tensor:
-                    place = self._call_place
-                    self._contents.note_call(function, args, kwargs, result, random_state, place=place)
-                return
-            results, place = [result] if type(result) is Tensor else result, self._call_place
-            # A batch norm is repeated without its running statistics, so it saves other tensors then.
-            saved_inside = {} if function is F.batch_norm else self._saved_inside(args, kwargs, results)
-            group = Group() if saved_inside else None
-            of_result = None if group is None else Inside(group, None, saved_inside)
-            for number, each in enumerate(results):
-                if type(each) is Tensor:
-                    output = None if results[0] is result else number
-                    self._contents.note_call(function, args, kwargs, each, random_state, output, of_result, place)
-            if group is not None:
-                for number, x in saved_inside.items():
-                    inside = Inside(group, number, saved_inside)
-                    self._contents.note_call(function, args, kwargs, x, random_state, None, inside, place)
-
-    def _saved_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]) -> dict[int, Tensor]:
-        """What the function that has returned just now has saved of its own making, by the number of the save."""
-        packed, self._packed = self._packed, []
-        if not packed:
-            return {}
-        given = affected(SideEffect.CHANGES, (*args, results), kwargs)
-        plain = (x for x in given if type(x) in PLAIN and x.layout is torch.strided and not is_odd(x))
-        outside = {x.untyped_storage()._cdata for x in plain}
-        found = {}
-        for number, saved in packed:
-            x = saved.dense if saved.node is not None and saved.is_plain and number >= 0 else None
-            if x is not None and x.untyped_storage()._cdata not in outside:
-                found[number] = x
-        return found
+            self._tape.made(function, args, kwargs, result, random_state)
 
     # -- what autograd saves -------------------------------------------------------------------------------------
 
@@ -312,8 +267,8 @@ class Forward:
                 counted[1] += x.nbytes
                 if self.parameters.include(x, storage):
                     self.step.parameters[storage._cdata] = nbytes
-                    return parameters.HeldParameter.of(x, inner)
-                if nbytes < self._contents.min_nbytes:
+                    return HeldParameter.of(x, inner)
+                if nbytes < self.min_nbytes:
                     if row is None:
                         self.step.small[storage._cdata] = nbytes
                     return held.hold(x)
@@ -325,8 +280,8 @@ class Forward:
         So the value is queued once more, and decided on when nobody but autograd holds it.
         """
         storage = whole.untyped_storage()
-        if value.content is not None and value.waiting.cdata != storage._cdata:
-            self._contents.move(value.content, whole)
+        if value.waiting.cdata != storage._cdata:
+            self._tape.move(value, whole)
         value.waiting.storage, value.waiting.cdata, value.place = storage, storage._cdata, None
         self._pending.add(value)
 
@@ -335,17 +290,16 @@ class Forward:
             if not self.step.accounts or self._live.saved == 0:  # else no step can begin
                 self._before_save()
             saved = Saved(x if inner is None else inner, self._live)
-            saved.origin.pinned = parameters.is_pinned(x)
+            saved.origin.pinned = is_pinned(x)
             if inner is not None and inner is not x:
                 saved.origin.wrapping = wrapped.Wrapping(x, inner)
-            elif saved.origin.pinned and parameters.is_leaf_of_graph(x):
+            elif saved.origin.pinned and is_leaf_of_graph(x):
                 saved.dense = x
             self.unnamed.append(saved)
             if row is not None:
                 self._rows[id(saved)] = row
-            # Else nobody asks for it, and it would be held until the next function.
-            if self._call_place is not None and self.remakes_anything:
-                self._packed.append((self.counted[0] - 1 - self._packed_before, saved))
+            if self.remakes_anything:
+                self._tape.saves(saved, self.counted[0] - 1)
             # Outside any torch function (a custom Function, an extension's op), or inside backward, which is one long
             # torch function: what a reentrant checkpoint recomputes must not wait for its end.
             if self.depth == 0 or in_backward():
@@ -393,13 +347,8 @@ class Forward:
     def after_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation of a backward pass with a graph has returned something: remember how that was made."""
         with no_torch_function(), self._lock:
-            if any_autocast() or not self.counts(function):
-                return
-            place, self._call_place = self._call_place, None
-            for number, each in enumerate([result] if type(result) is Tensor else result):
-                if type(each) is Tensor:
-                    output = None if type(result) is Tensor else number
-                    self._contents.note_call(function, args, kwargs, each, None, output, None, place)
+            if not any_autocast() and self.counts(function):
+                self._tape.made_by_operation(function, args, kwargs, result)
 
     def _take_of_node(self, node: Any, found: list[tuple[str, Saved]]) -> None:
         """Take in what a node has saved under which roles."""
@@ -480,8 +429,7 @@ class Forward:
         if saved.origin.wrapping is not None and saved.origin.wrapping.was_changed:
             value.content = None  # its content ended unseen (Note: [versions of a wrapper])
         elif self.recomputes:
-            value.content = self._contents.of(dense)
-            value.content.value = weakref.ref(value)
+            self._tape.take(value, dense)
 
     def _account_of_shape(self, facts: SavedTensor, storage: torch.UntypedStorage) -> Account | None:
         """The account of a storage of which only the shape was read so far, shared with one more saved tensor."""

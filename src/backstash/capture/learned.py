@@ -24,13 +24,12 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from backstash.capture.repeated import Passes
 from backstash.capture.worth import Worth
-from backstash.remake.noting import Limit, Noting
 from backstash.stash.accounts import Step
 
 if TYPE_CHECKING:
@@ -64,6 +63,36 @@ QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
 
 
+class Limit:
+    """How much is remembered of the passes of a model at most.
+
+    What passes have taught that do not come again is forgotten when it is too much. But a pass that has more than that
+    by itself would be forgotten each time before it comes again, and nothing would ever be learned of it. So the limit
+    is doubled when it is reached for the first time, or twice in one pass.
+    """
+
+    __slots__ = ("_last", "_many", "_most")
+
+    def __init__(self, many: int, most: int) -> None:
+        self._many, self._most = many, most
+        self._last: int | None = None
+
+    def is_reached(self, number: int, passes: int) -> bool:
+        """Whether all has to be forgotten.
+
+        Args:
+            number: how many things are remembered.
+            passes: how many passes there were before this one.
+        """
+        if number < self._many:
+            return False
+        is_long, self._last = self._last in (None, passes), passes
+        if is_long and 2 * self._many <= self._most:
+            self._many *= 2
+            return False
+        return True
+
+
 class Learned:
     """What is known of the steps of one model under one policy.
 
@@ -72,7 +101,8 @@ class Learned:
             does not see that (Note: [assigned data] in docs/understand/hazards.md).
         nodes: what is known of the tensors that nodes save, by module path, type of node and number.
         limit: of the nodes.
-        noting: what is known of the calls of functions.
+        noting: what the tape has learned of the calls of functions; None for nothing yet.
+        forward_passes: how many there were.
         min_nbytes: tensors smaller than this are kept; None where this was not decided yet.
         saves_little: whether all that a step saves is so little that time counts more.
         counted: how many tensors the last step has saved, and their bytes.
@@ -90,6 +120,7 @@ class Learned:
         "_until_look",
         "assigns_data",
         "counted",
+        "forward_passes",
         "limit",
         "min_nbytes",
         "nodes",
@@ -105,7 +136,8 @@ class Learned:
         self.assigns_data = False
         self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}
         self.limit = Limit(MANY_NODES, MOST_NODES)
-        self.noting = Noting()
+        self.noting: Any = None
+        self.forward_passes = 0
         self.min_nbytes: int | None = None
         self.saves_little = False
         self._chosen_of = 0  # bytes that the step has saved of which the size was chosen

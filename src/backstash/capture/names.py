@@ -29,8 +29,6 @@ from torch import Tensor, nn
 
 from backstash import formulas
 from backstash.capture.learned import Learned
-from backstash.remake.calls import CallPlace
-from backstash.remake.noting import Noting
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
@@ -156,16 +154,12 @@ class Names:
         self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
         self.learned = Learned()
 
-    def noting(self) -> Noting:
-        """What is known of the calls of the model."""
-        return self.learned.noting
-
-    def call_place(self, function: Any) -> CallPlace | None:
-        """The place of a call of a function that is about to run; None where the call need not be noted."""
+    def count_call(self, function: Any) -> tuple[str, int]:
+        """The label of the module call that runs, and how many calls of a function there were in it before this one."""
         frame = self.frames[-1]
         number = frame.counts.get(function, 0)
         frame.counts[function] = number + 1
-        return self.learned.noting.place(frame.label, function, number)
+        return frame.label, number
 
     # -- modules -------------------------------------------------------------------------------------------------
 
@@ -310,7 +304,7 @@ class Names:
 
     def _remember(self, index: tuple[str, type, int], node: KnownNode) -> None:
         nodes = self.learned.nodes
-        if self.learned.limit.is_reached(len(nodes), self.learned.noting.passes):
+        if self.learned.limit.is_reached(len(nodes), self.learned.forward_passes):
             nodes.clear()
         nodes[index] = (node, *nodes.get(index, ())[: MOST_VARIANTS - 1])
 

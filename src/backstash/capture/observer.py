@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from backstash import repeatable
 from backstash.capture.side_effects import SideEffect, inplace_position, side_effect_of
-from backstash.remake import calls, producers
 from backstash.stash.regions import Region
 from backstash.torch_internals import (
     TorchDispatchMode,
@@ -157,9 +157,9 @@ class Observer(TorchFunctionMode):
             if kind.inside is not None and all(each is Tensor for each in types):
                 with self:  # what happens inside is seen as if the program had called it
                     return kind.inside(*args, **kwargs)
-            noted = kind.is_repeatable and not producers.may_change_state(func, args, kwargs)
+            noted = kind.is_repeatable and not repeatable.may_change_state(func, args, kwargs)
         noted = noted and not has_replacing_mode() and listener.counts(func)  # Note: [modes that replace]
-        before = calls.random_state(func, args, kwargs) if noted else None
+        before = repeatable.random_state(func, args, kwargs) if noted else None
         result, depth = None, listener.depth
         recorder = listener.recorder if depth == 0 else None
         if recorder is not None:
@@ -174,7 +174,7 @@ class Observer(TorchFunctionMode):
                 result = func(*args, **kwargs)
             if is_timed and type(result) is Tensor:
                 with no_torch_function():
-                    listener.took(result, time.perf_counter() - started, func in producers.IN_PLACE)
+                    listener.took(result, time.perf_counter() - started, func in repeatable.IN_PLACE)
         finally:
             listener.depth = depth
             if listener.unnamed and listener.depth == 0:
@@ -226,7 +226,7 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [result] if type(result) is Tensor else result if type(result) in (tuple, list) else ()
         self._results = [weakref.ref(x) for x in made if type(x) is Tensor]
-        if self._results and producers.is_repeatable_operation(func):
+        if self._results and repeatable.is_repeatable_operation(func):
             self._listener.after_operation(func, args, kwargs, result)
         return result
 
@@ -259,9 +259,9 @@ class _Kind:
     def __init__(self, func: Callable[..., Any]) -> None:
         self.effect = side_effect_of(func, (), {})
         self.has_inplace = inplace_position(func) is not None
-        self.is_cheap = func in producers.CHEAP
-        repeatable = self.effect in (SideEffect.NONE, SideEffect.CHANGES_STATISTICS)
-        self.is_repeatable = repeatable and producers.is_repeatable(func)
+        self.is_cheap = func in repeatable.CHEAP
+        is_harmless = self.effect in (SideEffect.NONE, SideEffect.CHANGES_STATISTICS)
+        self.is_repeatable = is_harmless and repeatable.is_repeatable(func)
         self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
         self.is_backward = func in _BACKWARD
         self.differentiates = inspect.unwrap(func) in _DIFFERENTIATE

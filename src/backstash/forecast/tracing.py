@@ -39,7 +39,7 @@ from backstash.errors import MeasureError
 from backstash.forecast.costs import Work
 from backstash.forecast.works import aten_name, each_tensor, makes_view, work_of
 from backstash.formulas import op_of, requirement_of
-from backstash.remake.producers import is_repeatable_operation
+from backstash.repeatable import is_repeatable_operation
 from backstash.saved import Need, TensorSpec
 from backstash.torch_internals import (
     TorchDispatchMode,

@@ -1,6 +1,6 @@
 """The calls of functions by which the forward pass has made a value.
 
-While the forward pass runs, every call of a function that can be repeated (producers.py) is noted: the function, its
+While the forward pass runs, every call of a function that can be repeated (repeatable.py) is noted: the function, its
 arguments, and the *contents* of the storages that it read. A content is what a storage holds at one version; an
 in-place op ends one content and begins another. From these notes recipes.py builds the tree of calls that makes a value
 again.
@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from backstash import accelerator, graphs
+from backstash import repeatable
 from backstash.errors import SavedTensorModifiedError
 from backstash.interpreter import is_odd
 from backstash.numerics import Settings, settings
-from backstash.remake import producers
 from backstash.saved import PLAIN, TensorSpec
 from backstash.stash.parameters import check_memory
 from backstash.torch_internals import autocast_of
@@ -191,7 +190,7 @@ class Call:
         saved: which of the tensors that were saved inside it is, by their order; None for a result.
         needs_grad: for each input whether autograd followed it (Note: [as called] in repeating.py); empty where
             it followed none, for calls in place, and for cheap functions that have saved nothing inside.
-        is_cheap: whether any recomputing policy may repeat it (producers.py).
+        is_cheap: whether any recomputing policy may repeat it (repeatable.py).
         is_proven: whether it was repeated on the spot and has made the same bits.
         place: where in the model it is; None where all calls are noted.
         pattern: what it is like; None where that is not known.
@@ -252,16 +251,6 @@ class Call:
         return None
 
 
-def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """What has to be noted before ``function`` runs: the generator's state, where it will draw from it."""
-    if not producers.draws(function, args, kwargs):
-        return None
-    given = args[0] if args else kwargs.get("query", kwargs.get("input"))
-    if given is None or type(given) not in PLAIN or graphs.capture() is not None:
-        return None
-    return accelerator.rng_state(given.device)
-
-
 def call_of(
     function: Any,
     args: tuple[Any, ...],
@@ -279,14 +268,14 @@ def call_of(
         storage: of the result.
         view: makes View or Held of a tensor argument of the call that filled ``storage``; None where a call that reads
             it cannot be repeated.
-        before: what :func:`random_state` returned.
+        before: what :func:`backstash.repeatable.random_state` returned.
         output: which of the function's results ``result`` is; None where it returns a single tensor.
     """
     if result.storage_offset() != 0 or result.nbytes != storage.nbytes():
         return None
     if not all(map(_can_be_repeated, (*args, *kwargs.values()))):
         return None  # Note: [other people's classes]
-    name, in_place = producers.function_name(function), function in producers.IN_PLACE
+    name, in_place = repeatable.function_name(function), function in repeatable.IN_PLACE
     if kwargs:
         if kwargs.get("inplace"):
             in_place, kwargs = True, {**kwargs, "inplace": False}
@@ -300,7 +289,7 @@ def call_of(
             aliases += 1
             if not args or x is not args[0]:
                 return None
-    if before is None and producers.draws(function, args, kwargs):
+    if before is None and repeatable.draws(function, args, kwargs):
         return None
     if aliases != in_place:
         return None  # a view, a conversion that had nothing to do, or a positional inplace=True
@@ -321,7 +310,7 @@ def call_of(
     device = spec.device.type
     call = Call(
         name,
-        getattr(Tensor, name) if function in producers.IN_PLACE else function,
+        getattr(Tensor, name) if function in repeatable.IN_PLACE else function,
         tuple([_without_tensors(arg) for arg in args]),
         {key: _without_tensors(arg) for key, arg in kwargs.items()},
         tuple(inputs),
@@ -332,7 +321,7 @@ def call_of(
         before,
         statistics,
         output,
-        is_cheap=function in producers.CHEAP,
+        is_cheap=function in repeatable.CHEAP,
     )
     return call, tensors
 

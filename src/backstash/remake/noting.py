@@ -17,6 +17,7 @@ import weakref
 
 from torch import Tensor
 
+from backstash.capture.learned import Limit
 from backstash.remake.calls import CallPlace
 from backstash.remake.recipes import Recipe
 
@@ -28,36 +29,6 @@ MANY_PLACES, MOST_PLACES = 20_000, 1 << 19
 
 MOST_SURPRISES = 8
 """After so many passes that lacked a call, all calls are noted for good: the program's passes differ too much."""
-
-
-class Limit:
-    """How much is remembered of the passes of a model at most.
-
-    What passes have taught that do not come again is forgotten when it is too much. But a pass that has more than that
-    by itself would be forgotten each time before it comes again, and nothing would ever be learned of it. So the limit
-    is doubled when it is reached for the first time, or twice in one pass.
-    """
-
-    __slots__ = ("_last", "_many", "_most")
-
-    def __init__(self, many: int, most: int) -> None:
-        self._many, self._most = many, most
-        self._last: int | None = None
-
-    def is_reached(self, number: int, passes: int) -> bool:
-        """Whether all has to be forgotten.
-
-        Args:
-            number: how many things are remembered.
-            passes: how many passes there were before this one.
-        """
-        if number < self._many:
-            return False
-        is_long, self._last = self._last in (None, passes), passes
-        if is_long and 2 * self._many <= self._most:
-            self._many *= 2
-            return False
-        return True
 
 
 class Noting:

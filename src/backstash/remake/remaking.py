@@ -23,19 +23,22 @@ from functools import partial
 from torch import Tensor
 
 from backstash import graphs
+from backstash.capture.names import Names
 from backstash.policies.base import MAX_DEPTH, Policy, Recompute
 from backstash.proofs import proofs
 from backstash.remake import leaves, onepass, proving, roots
 from backstash.remake.calls import Leaf, View
 from backstash.remake.gains import gains
-from backstash.remake.leaning import Leaning
-from backstash.remake.noting import Noting
+from backstash.remake.making import remade_whole
 from backstash.remake.recipes import Recipe, build
+from backstash.remake.tape import CallTape
 from backstash.saved import TensorSpec
+from backstash.stash import seams
 from backstash.stash.accounts import Step
 from backstash.stash.comparing import AT_ONCE, check_again
-from backstash.stash.encode import has_error
+from backstash.stash.encode import Encoder, has_error
 from backstash.stash.live import Live
+from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place, Proven
 from backstash.stash.sample import Rows, Sample
@@ -50,34 +53,49 @@ class Remaking:
 
     Args:
         policy: decides about the values that recipes begin from.
+        names: which module runs, and what was learned of the model.
         live: the running totals.
-        leaning: watches the leaves that the program may still change.
-        full: whether samples are checksums.
         pending: decides about an older value that nobody holds, so that it is known how it is stored.
-        noting: returns what is known of the calls of the model.
+        parameters: tells the storages of parameters and buffers.
+        min_nbytes: what is smaller is copied where a call reads it.
+        full: whether samples are checksums.
+
+    Attributes:
+        tape: what the forward pass tells of its calls.
     """
 
-    __slots__ = ("_full", "_leaning", "_live", "_noting", "_number", "_own", "_pending", "_policy", "_rows", "_step")
+    __slots__ = ("_full", "_live", "_number", "_own", "_pending", "_policy", "_rows", "_step", "tape")
+
+    remake = staticmethod(remade_whole)
 
     def __init__(
         self,
         policy: Policy,
+        names: Names,
         live: Live,
-        leaning: Leaning,
-        full: bool,
         pending: Pending,
-        noting: Callable[[], Noting],
+        parameters: ParameterStorages,
+        min_nbytes: int,
+        full: bool,
     ) -> None:
         self._policy = policy
+        self.tape = CallTape(names, pending, parameters, min_nbytes, bool(policy.remakes_anything))
         self._live = live
-        self._leaning = leaning
         self._full = full
         self._pending = pending
-        self._noting = noting
         self._step = Step()
         self._number = 0
         self._rows = Rows()
         self._own = object()  # bounds are this Session's own, and so are proofs within them
+
+    @property
+    def encoder(self) -> Encoder:
+        """What stores values that cannot be made again after all."""
+        return self.tape.encoder
+
+    @encoder.setter
+    def encoder(self, encoder: Encoder) -> None:
+        self.tape.encoder = encoder
 
     def begin_step(self, step: Step, number: int) -> None:
         """The accounts of the step that begins, and its number."""
@@ -88,8 +106,8 @@ class Remaking:
         """As Producer.forget. What the recipe begins from knows of it from now on."""
         recipe = self._recipe(value, strongest, whole, action)
         if not isinstance(recipe, Recipe):
-            return self._noting().lack(value.key, recipe)
-        self._noting().use(value.key, recipe)
+            return self.tape.noting().lack(value.key, recipe)
+        self.tape.noting().use(value.key, recipe)
         remade = Remade(recipe, recipe.sample, action.otherwise)
         if recipe.from_statistics:
             remade.errors = frozenset().union(*(leaf.state.errors for leaf in recipe.leaves))
@@ -151,7 +169,7 @@ class Remaking:
         text = recipe.text
         recipe = recipe.using_statistics() if bounded else recipe if way == "fused" else recipe.unfused()
         recipe.text, recipe.first_use = text, first_use
-        self._leaning.watch(value, begins_from, recipe.references)
+        self.tape.leaning.watch(value, begins_from, recipe.references)
         allows = partial(_allows, recipe, place, self._policy.revision) if bounded else None
         full = self._full or not is_known
         recipe.sample = Sample.of(whole, self._number, full, allows, self._rows)
@@ -306,3 +324,6 @@ def _allows(recipe: Recipe, place: Place, revision: object | None, off: float, s
     tolerance = proving.tolerance(recipe, sample)
     place.tolerance = revision, tolerance
     return not off > tolerance
+
+
+seams.producer = Remaking

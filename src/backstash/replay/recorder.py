@@ -27,6 +27,7 @@ from backstash.remake.contents import Contents
 from backstash.remake.patterns import Pattern
 from backstash.remake.recipes import Recipe
 from backstash.remake.repeating import OVERWRITES
+from backstash.remake.tape import CallTape
 from backstash.replay.program import (
     AffinePass,
     CallTree,
@@ -141,22 +142,23 @@ class RecordingForward(Forward):
     ) -> None:
         """As Forward.made."""
         is_looked_at = type(result) is Tensor and result.layout is torch.strided and not is_odd(result)
-        before = self._contents.of(result).call if is_looked_at else None
+        contents = self._recorder.tape.contents
+        before = contents.of(result).call if is_looked_at else None
         super().made(function, args, kwargs, result, random_state)
-        if is_looked_at and self._contents.of(result).call is not before:
-            self._recorder.made(self._contents, self._contents.of(result), args, kwargs)
+        if is_looked_at and contents.of(result).call is not before:
+            self._recorder.made(contents, contents.of(result), args, kwargs)
 
 
 class Recorder:
     """Writes a pass down.
 
     Args:
-        names: of the Session.
+        names, tape: of the Session.
         type_of_node: what tells nodes of one type from those of another.
     """
 
-    def __init__(self, names: Names, type_of_node: Callable[[Any], int]) -> None:
-        self._names, self._type_of_node = names, type_of_node
+    def __init__(self, names: Names, tape: CallTape, type_of_node: Callable[[Any], int]) -> None:
+        self._names, self.tape, self._type_of_node = names, tape, type_of_node
         self.entries: list[_Entry] = []
         self.calls: list[_Call] = []
         self.refusal = ""
@@ -166,7 +168,7 @@ class Recorder:
 
     def copied(self) -> list[weakref.ref[Tensor]]:
         """Parameters of an accelerator that the pass has copied."""
-        return list(self._names.noting().copied.values())
+        return list(self.tape.noting().copied.values())
 
     def refuse(self, why: str) -> None:
         """The pass cannot be written down."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backstash import interpreter
+from backstash import interpreter, repeatable
 from backstash.capture import naming, observer
 from backstash.capture.forward import Forward
 from backstash.capture.names import scalar_of
@@ -43,12 +43,13 @@ from backstash.numerics import under
 from backstash.ops.cpu import library
 from backstash.policies.base import Outcome, is_watching
 from backstash.redeem import accumulation, claims, linear
-from backstash.remake import calls, producers, repeating
+from backstash.remake import calls, repeating
 from backstash.remake.remaking import REPEAT
+from backstash.remake.tape import CallTape
 from backstash.replay.program import Script, ValueFate
 from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, Ways
 from backstash.saved import SavedTensor, TensorSpec
-from backstash.stash import held
+from backstash.stash import held, seams
 from backstash.stash.accounts import Account, Step
 from backstash.stash.comparing import distrusted
 from backstash.stash.decode import modified_message
@@ -85,6 +86,8 @@ class Replaying:
     ) -> None:
         self._session = weakref.ref(session)
         self._forward = forward
+        assert isinstance(forward._tape, CallTape)
+        self._tape = forward._tape
         self._recorder: Recorder | None = None
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
@@ -183,10 +186,10 @@ class Replaying:
     def _record(self) -> None:
         session = self._session()
         assert session is not None
-        self._recorder = Recorder(session._names, native.type_of_node)
+        self._recorder = Recorder(session._names, self._tape, native.type_of_node)
         self._forward.__class__ = RecordingForward
         self._forward.recorder = self._recorder
-        self._forward._contents.describes = True
+        self._tape.contents.describes = True
 
     def abandon(self) -> None:
         """Nothing is written down, or run, of the pass in progress."""
@@ -198,7 +201,7 @@ class Replaying:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._forward.__class__, self._forward.recorder = Forward, None
-            self._forward._contents.describes = False
+            self._tape.contents.describes = False
         return recorder
 
     def end(self, is_left: bool) -> None:
@@ -385,7 +388,7 @@ def for_session(
     policy = session.policy
     is_steady = (policy.is_fixed or policy.revision is not None) and policy.cycles in (None, 1)
     is_steady = is_steady and not is_watching(policy)  # which is told what nodes save, in every step
-    if native is None or not is_steady or session.check:
+    if native is None or not is_steady or session.check or not isinstance(forward._tape, CallTape):
         return None
     return Replaying(session, forward, take_in, read)
 
@@ -523,7 +526,7 @@ def _number_of(function: Any) -> int | None:
     if kind.is_backward or kind.differentiates:
         return -1
     position = inplace_position(function)
-    number = kind.effect.value + 8 * kind.is_cheap + 16 * producers.may_draw(function)
+    number = kind.effect.value + 8 * kind.is_cheap + 16 * repeatable.may_draw(function)
     return number + 32 * (0 if position is None else position + 1)
 
 
@@ -541,7 +544,10 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "repeat": _repeat,
     "enter_settings": _enter_settings,
     "leave_settings": _leave_settings,
-    "random_state": lambda func, args, kwargs: calls.random_state(func, args, kwargs or {}),
+    "random_state": lambda func, args, kwargs: repeatable.random_state(func, args, kwargs or {}),
     "number_of": _number_of,
     "affine": _affine,
 }
+
+
+seams.replays = for_session

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from backstash.stash.producer import Producer
 
 
-NO_PRODUCER = "nothing makes values again here"
-
-
 class Encoder:
     """Does with values what the policy says.
 
@@ -45,7 +42,7 @@ class Encoder:
         policy: decides.
         stores: stores by name.
         live: the running totals.
-        producer: makes values again; None where nothing does.
+        producer: makes values again.
 
     Attributes:
         is_fixed: whether the policy says the same of the same facts whenever it is asked.
@@ -68,7 +65,7 @@ class Encoder:
         "turns",
     )
 
-    def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, producer: Producer | None) -> None:
+    def __init__(self, policy: Policy, stores: Mapping[str, Store], live: Live, producer: Producer) -> None:
         self.policy = policy
         self.stores = stores
         self._live = live
@@ -130,7 +127,7 @@ class Encoder:
         why, exact_roots = "", False
         if isinstance(action, Recompute):
             exact_roots = action.exact_roots
-            remade = NO_PRODUCER if self._producer is None else self._producer.forget(value, strongest, whole, action)
+            remade = self._producer.forget(value, strongest, whole, action)
             if isinstance(remade, Remade):
                 self._forget(value, fresh, facts, whole, remade, started)
                 return
@@ -210,10 +207,10 @@ class Encoder:
         return looked.draft(number, codec, x, self.drafts.limit is not None)
 
     def _find(self, value: Value, strongest: Saved) -> Recipe | str:
-        return NO_PRODUCER if self._producer is None else self._producer.find(value, strongest)
+        return self._producer.find(value, strongest)
 
     def _sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
-        return None if self._producer is None else self._producer.sources(value, strongest)
+        return self._producer.sources(value, strongest)
 
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""

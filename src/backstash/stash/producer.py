@@ -1,19 +1,91 @@
-"""The seam behind which values are made again: what the encoder asks, of which it knows nothing else."""
+"""The seam behind which values are made again: what it is told, what it is asked, and the core without it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from backstash.policies.base import Recompute
+    from backstash.capture.names import Names
+    from backstash.capture.side_effects import SideEffect
+    from backstash.policies.base import Policy, Recompute
     from backstash.remake.recipes import Recipe
+    from backstash.stash.accounts import Step
+    from backstash.stash.encode import Encoder
+    from backstash.stash.live import Live
+    from backstash.stash.parameters import ParameterStorages
+    from backstash.stash.pending import Pending
     from backstash.stash.value import Remade, Saved, Value
+
+
+class Tape(Protocol):
+    """Is told by the forward pass how tensors were made, and what may change them."""
+
+    min_nbytes: int
+    """What is smaller is copied where a call reads it, and no call that makes it is noted."""
+
+    def begin_function(self, saved: int) -> None:
+        """A torch function is about to run that no other one has called; so many tensors were saved in the step."""
+
+    def counts(self, function: Any, label: str, number: int) -> bool:
+        """Whether a call that is about to run has to be noted.
+
+        Args:
+            function: what is called.
+            label: of the call of the module that runs.
+            number: how many calls of the function there were before, in this call of the module.
+        """
+
+    def saves(self, saved: Saved, number: int) -> None:
+        """A function that counts has saved a tensor, the one with that number in the step."""
+
+    def made(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
+    ) -> None:
+        """A function that counts has returned something; the generator had that state before."""
+
+    def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operation of a backward pass with a graph has returned something, and counts."""
+
+    def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
+
+    def take(self, value: Value, dense: Tensor) -> None:
+        """A value was saved, which is the content of a storage."""
+
+    def move(self, value: Value, whole: Tensor) -> None:
+        """A value that was stored is in the storage of ``whole`` from now on."""
+
+    def owns(self, cdata: int) -> None:
+        """Nobody but autograd holds the storage at that address any more, so nobody can change it."""
+
+    def begin_step(self) -> None:
+        """A forward pass begins after a backward pass."""
+
+    def end_pass(self) -> None:
+        """A forward pass is over."""
+
+    def store_all(self) -> None:
+        """Nobody watches from now on what the program does to memory from which values are made."""
+
+    def clear(self) -> None:
+        """The Session is left: forget everything."""
 
 
 class Producer(Protocol):
     """Knows how values were made, and makes them again."""
+
+    @property
+    def tape(self) -> Tape:
+        """What the forward pass tells."""
+
+    encoder: Encoder
+    """What stores values that cannot be made again after all."""
+
+    def begin_step(self, step: Step, number: int) -> None:
+        """The accounts of the step that begins, and its number."""
 
     def forget(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Remade | str:
         """Returns the state of a value that is about to be forgotten; or the reason why it cannot be made again.
@@ -36,3 +108,61 @@ class Producer(Protocol):
 
     def stored(self, value: Value, strongest: Saved, nbytes: int) -> None:
         """A value was stored with an error in so many bytes."""
+
+    @property
+    def remake(self) -> Callable[[Value, bool], Tensor]:
+        """What makes the whole of a value that was forgotten; it is told whether something else begins from that."""
+
+
+ProducerFactory = Callable[["Policy", "Names", "Live", "Pending", "ParameterStorages", int, bool], Producer]
+"""Makes the producer of a Session, of its policy, names, totals, pending values, parameters, smallest size, and whether
+all bits of what is made are compared (``check="full"``)."""
+
+
+class NoProducer:
+    """Makes nothing again, and listens to nothing."""
+
+    encoder: Encoder
+
+    def __init__(
+        self,
+        policy: Policy,
+        names: Names,
+        live: Live,
+        pending: Pending,
+        parameters: ParameterStorages,
+        min_nbytes: int,
+        full: bool,
+    ) -> None:
+        self.tape, self.min_nbytes = self, min_nbytes
+
+    def _ignore(self, *args: Any) -> None:
+        """Nothing is known of calls, so nothing depends on them."""
+
+    begin_function = saves = made = made_by_operation = before_side_effect = take = move = owns = _ignore
+    begin_step = end_pass = store_all = clear = stored = _ignore
+
+    def counts(self, function: Any, label: str, number: int) -> bool:
+        """No call counts."""
+        return False
+
+    def forget(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Remade | str:
+        """As Producer.forget."""
+        return "nothing here makes values again"
+
+    def find(self, value: Value, strongest: Saved) -> Recipe | str:
+        """As Producer.find."""
+        return "nothing here makes values again"
+
+    def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
+        """As Producer.sources."""
+        return None
+
+    def is_stored_exactly(self, value: Value, nbytes: int) -> bool:
+        """As Producer.is_stored_exactly."""
+        return False
+
+    @staticmethod
+    def remake(value: Value, ahead: bool) -> Tensor:
+        """Never called: no value was forgotten."""
+        raise NotImplementedError(f"{value.key} was to be made again, but nothing here makes values again.")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from backstash.planning.model.problem import Choice, StepProfile
-from backstash.remake.producers import CHEAP
+from backstash.repeatable import CHEAP
 
 _CHEAP = frozenset(CHEAP.values())
 

@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions
 
+from backstash import accelerator, graphs
+from backstash.saved import PLAIN
+
 # fmt: off
 _METHODS = (
     "add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "tanh", "sigmoid", "relu", "softmax",
@@ -130,6 +133,16 @@ def may_draw(function: Callable[..., Any]) -> bool:
     """Whether any call of a function draws: most never do, which is asked of every call."""
     name = function_name(function)
     return name in _DROPOUTS or name in _NOISE or name in _RECURRENT or name == "scaled_dot_product_attention"
+
+
+def random_state(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """What has to be noted before ``function`` runs: the generator's state, where it will draw from it."""
+    if not draws(function, args, kwargs):
+        return None
+    given = args[0] if args else kwargs.get("query", kwargs.get("input"))
+    if given is None or type(given) not in PLAIN or graphs.capture() is not None:
+        return None
+    return accelerator.rng_state(given.device)
 
 
 def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

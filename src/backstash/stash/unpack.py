@@ -5,23 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import stand_in
 from backstash.errors import SavedTensorModifiedError
-from backstash.redeem import accumulation, claims, linear, table
-from backstash.stash import held
-from backstash.stash.decode import (
-    StashedTensor,
-    check_version,
-    decode,
-    follow_original,
-    has_direct,
-    modified_message,
-)
+from backstash.stash import held, seams
+from backstash.stash.decode import check_version, decode, follow_original, modified_message
 from backstash.stash.live import Live
 from backstash.stash.parameters import HeldParameter, check_memory
-from backstash.stash.value import Saved, Value
-from backstash.torch_internals import in_backward, running_node
+from backstash.stash.value import Saved
+from backstash.torch_internals import in_backward
 
 
 def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
@@ -49,13 +40,13 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
 def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     if type(packed) is tuple:
         tensor = held.read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
-        return linear.claim_input(tensor) if tensor.dim() == 2 else tensor
+        return seams.readers.claim_input(tensor) if tensor.dim() == 2 else tensor
     if type(packed) is HeldParameter:
         parameter = packed.tensor
         if parameter._version != packed.version:
             held.read((parameter, packed.version, None))  # raises
         if parameter.nbytes >= min_nbytes:
-            parameter = linear.claim_weight(parameter)
+            parameter = seams.readers.claim_weight(parameter)
         if in_backward():  # and not a look at grad_fn._saved_*
             packed.check_memory()
         return parameter
@@ -64,7 +55,8 @@ def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     if wrapping is not None:
         wrapping.check_version()
     tensor = _inner(packed, live)
-    if packed.dense is not None and packed.spec is not None and type(tensor) is not claims.Claim and in_backward():
+    is_whole = packed.dense is not None and type(tensor) is not seams.readers.claim_type
+    if is_whole and packed.spec is not None and in_backward():
         check_memory(tensor, packed.spec.nbytes, packed.tensor.key if packed.tensor else "")
     return tensor if wrapping is None else wrapping.wrap(tensor)
 
@@ -81,9 +73,8 @@ def _inner(saved: Saved, live: Live) -> Tensor:
         follow_original(saved)
         if live.read_with_graph is not None and torch.is_grad_enabled() and in_backward():
             _note_graph(saved, live)
-        if saved.claimable and _is_claimed(saved, saved.dense.nbytes, None):
-            claim = _claim(saved)
-            return saved.dense if claim is None else claim
+        if saved.claimable and (claim := seams.readers.claim(saved)) is not None:
+            return claim
         if live.monitor is not None and live.monitor.is_measuring and not saved.builtin:
             return saved.dense.clone()
         return saved.dense
@@ -95,10 +86,8 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     value = saved.value
     if value is None:
         return stand_in(saved.spec)
-    if saved.claimable and _is_claimed(saved, saved.spec.nbytes, value):
-        claim = _claim(saved)
-        if claim is not None:
-            return claim
+    if saved.claimable and (claim := seams.readers.claim(saved)) is not None:
+        return claim
     with live.lock:
         return decode(saved, saved.spec, value)
 
@@ -111,41 +100,3 @@ def _note_graph(saved: Saved, live: Live) -> None:
         assert live.read_with_graph is not None and saved.dense is not None
         with live.lock:
             live.read_with_graph(value, saved.dense)
-
-
-def _is_claimed(saved: Saved, nbytes: int, value: Value | None) -> bool:
-    """Whether a kernel of this package gains by a claim for a saved tensor, dense or encoded in a ``value``."""
-    op = "" if saved.tensor is None else saved.tensor.op
-    is_direct = value is not None and has_direct(value, table.FORMS.get(op))
-    has_room = saved.live.has_room
-    is_faster = op in table.FASTER and nbytes >= table.CHEAP_CLAIM
-    if saved.value is not None and saved.value.reads.has_room and not is_direct and not is_faster:
-        return accumulation.awaits_large_weight()
-    if is_direct and not _is_mask(value):
-        return True
-    return table.is_worth_a_claim(op, nbytes, is_direct, has_room) or accumulation.awaits_large_weight()
-
-
-def _is_mask(value: Value | None) -> bool:
-    """Whether a value is stored as a mask that the package itself decodes: what others do for it is not known."""
-    return (
-        value is not None
-        and value.reads.bits is None
-        and value.state.form is not None
-        and type(value.state.form.codec) is Bitmask
-    )
-
-
-def _claim(saved: Saved) -> Tensor | None:
-    """A claim for a saved tensor, where a kernel of the package redeem is going to read it."""
-    if torch.is_grad_enabled() or saved.node is None or saved.spec is None or saved.value is None:
-        return None
-    if saved.spec.device.type != "cpu":
-        is_direct = has_direct(saved.value, table.FORMS.get("" if saved.tensor is None else saved.tensor.op))
-        if not table.is_worth_a_claim_elsewhere(saved.spec.nbytes, is_direct):
-            return None
-    stashed = StashedTensor(saved, saved.spec, saved.value)
-    claim = claims.claim(stashed, saved.spec, saved.node)
-    if claim is not None and type(running_node()).__name__ in accumulation.LINEAR:
-        linear.begin(stashed, saved.node)
-    return claim

@@ -1,0 +1,194 @@
+"""The calls of a forward pass, and what may change the memory that they have read: the tape of a Session."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backstash.capture.names import Names
+from backstash.capture.side_effects import SideEffect, affected
+from backstash.interpreter import is_odd
+from backstash.remake.calls import CallPlace, Group
+from backstash.remake.contents import Contents, Inside
+from backstash.remake.leaning import Leaning
+from backstash.remake.noting import Noting
+from backstash.saved import PLAIN
+from backstash.stash import wrapped
+from backstash.stash.parameters import ParameterStorages
+from backstash.stash.pending import Pending
+
+if TYPE_CHECKING:
+    from backstash.stash.encode import Encoder
+    from backstash.stash.value import Saved, Value
+
+
+class CallTape:
+    """The calls of a forward pass, by the contents that they have made.
+
+    Args:
+        names: which module runs, and what was learned of the model.
+        pending: decides about values that nobody holds any more.
+        parameters: tells the storages of parameters and buffers.
+        min_nbytes: what is smaller is copied where a call reads it.
+        remakes_anything: whether costly calls are noted too.
+
+    Attributes:
+        contents: of the storages that calls have read or filled.
+        leaning: the values that are made from what the program may still change.
+        encoder: stores these before it does.
+    """
+
+    __slots__ = ("_names", "_packed", "_packed_before", "_pending", "_place", "contents", "encoder", "leaning")
+
+    def __init__(
+        self, names: Names, pending: Pending, parameters: ParameterStorages, min_nbytes: int, remakes_anything: bool
+    ) -> None:
+        self._names, self._pending = names, pending
+        self.leaning, self.contents = Leaning(), Contents(min_nbytes, parameters)
+        self.contents.copied, self.contents.noting = self.leaning.expect, self.noting
+        self.contents.remakes_anything = remakes_anything
+        self.encoder: Encoder
+        self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
+        self._packed_before = 0
+        self._place: CallPlace | None = None  # of the function in progress
+
+    @property
+    def min_nbytes(self) -> int:
+        """What is smaller is copied where a call reads it, and no call that makes it is noted."""
+        return self.contents.min_nbytes
+
+    @min_nbytes.setter
+    def min_nbytes(self, nbytes: int) -> None:
+        self.contents.min_nbytes = nbytes
+
+    def noting(self) -> Noting:
+        """What is known of the calls of the model."""
+        learned = self._names.learned
+        if learned.noting is None:
+            learned.noting = Noting()
+        noting: Noting = learned.noting
+        return noting
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def begin_function(self, saved: int) -> None:
+        """As in the protocol."""
+        self._packed, self._packed_before, self._place = [], saved, None
+
+    def counts(self, function: Any, label: str, number: int) -> bool:
+        """As in the protocol (Note: [calls that count])."""
+        self._place = self.noting().place(label, function, number)
+        return self._place is not None
+
+    def saves(self, saved: Saved, number: int) -> None:
+        """As in the protocol. What a call that does not count saves nobody asks for."""
+        if self._place is not None:
+            self._packed.append((number - self._packed_before, saved))
+
+    def made(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
+    ) -> None:
+        """As in the protocol: remember how that content was made."""
+        contents, place = self.contents, self._place
+        if not contents.remakes_anything:
+            if type(result) is Tensor:
+                contents.note_call(function, args, kwargs, result, random_state, place=place)
+            return
+        results = [result] if type(result) is Tensor else result
+        # A batch norm is repeated without its running statistics, so it saves other tensors then.
+        saved_inside = {} if function is F.batch_norm else self._saved_inside(args, kwargs, results)
+        group = Group() if saved_inside else None
+        of_result = None if group is None else Inside(group, None, saved_inside)
+        for number, each in enumerate(results):
+            if type(each) is Tensor:
+                output = None if results[0] is result else number
+                contents.note_call(function, args, kwargs, each, random_state, output, of_result, place)
+        if group is not None:
+            for number, x in saved_inside.items():
+                inside = Inside(group, number, saved_inside)
+                contents.note_call(function, args, kwargs, x, random_state, None, inside, place)
+
+    def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """As in the protocol."""
+        place, self._place = self._place, None
+        for number, each in enumerate([result] if type(result) is Tensor else result):
+            if type(each) is Tensor:
+                output = None if type(result) is Tensor else number
+                self.contents.note_call(function, args, kwargs, each, None, output, None, place)
+
+    def _saved_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]) -> dict[int, Tensor]:
+        """What the function that has returned just now has saved of its own making, by the number of the save."""
+        packed, self._packed = self._packed, []
+        if not packed:
+            return {}
+        given = affected(SideEffect.CHANGES, (*args, results), kwargs)
+        plain = (x for x in given if type(x) in PLAIN and x.layout is torch.strided and not is_odd(x))
+        outside = {x.untyped_storage()._cdata for x in plain}
+        found = {}
+        for number, saved in packed:
+            x = saved.dense if saved.node is not None and saved.is_plain and number >= 0 else None
+            if x is not None and x.untyped_storage()._cdata not in outside:
+                found[number] = x
+        return found
+
+    # -- contents ------------------------------------------------------------------------------------------------
+
+    def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As in the protocol."""
+        contents, leaning = self.contents, self.leaning
+        has_version = effect not in (SideEffect.ESCAPES, SideEffect.CHANGES_STATISTICS)
+        for x in affected(effect, args, kwargs):
+            memories = wrapped.memories(x)
+            if memories is None:  # it may be the memory of anything
+                leaning.store_all(self.encoder, self._pending, costly=True)
+                contents.escape_all()
+                return
+            for inner in memories:
+                is_told = has_version and inner is x  # an op in place on a wrapper gives what it wraps no version
+                if is_told and not leaning:
+                    continue  # nothing is remade from what the program may change
+                if inner.layout is not torch.strided or is_odd(inner):
+                    continue
+                storage = inner.untyped_storage()
+                if storage._cdata in leaning:
+                    leaning.store(storage._cdata, self.encoder, self._pending)
+                (contents.change if is_told else contents.escape)(inner, storage)
+
+    def take(self, value: Value, dense: Tensor) -> None:
+        """As in the protocol."""
+        value.content = self.contents.of(dense)
+        value.content.value = weakref.ref(value)
+
+    def move(self, value: Value, whole: Tensor) -> None:
+        """As in the protocol."""
+        if value.content is not None:
+            self.contents.move(value.content, whole)
+
+    def owns(self, cdata: int) -> None:
+        """As in the protocol."""
+        self.leaning.forget(cdata)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """As in the protocol."""
+        self.contents.begin_step()
+
+    def end_pass(self) -> None:
+        """As in the protocol."""
+        self.noting().end_pass()
+
+    def store_all(self) -> None:
+        """As in the protocol."""
+        self.leaning.store_all(self.encoder, self._pending)
+
+    def clear(self) -> None:
+        """As in the protocol."""
+        self._packed, self._place = [], None
+        self.leaning.clear()
+        self.contents.clear()
