@@ -138,7 +138,7 @@ class Session:
         rooms = self._pending, self._parameters, self._min_nbytes
         self._producer = seams.producer(self.policy, self._names, self._live, *rooms, check == "full")
         self._live.remake, self._tape = self._producer.remake, self._producer.tape
-        self._producer.encoder = self._encoder = Encoder(self.policy, self.stores, self._live, self._producer)
+        self._encoder = Encoder(self.policy, self.stores, self._live, self._producer)
         listens = self._names, self._live, self._tape, self._encoder
         self._forward = Forward(self.policy, *listens, *rooms, self._before_save)
         self._steps, self._elsewhere = 0, False
@@ -248,7 +248,7 @@ class Session:
                 self._replaying.end(is_left=True)
             self._forward.name(None)
             self._pending.look_at_all()
-            self._tape.store_all()
+            self._tape.store_all(self._encoder)
             self._end_recording()
 
     def _forget(self) -> None:

@@ -210,7 +210,7 @@ class Forward:
     def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
         with self._lock:
-            self._tape.before_side_effect(effect, args, kwargs)
+            self._tape.before_side_effect(effect, args, kwargs, self._encoder)
 
     def took(self, result: Tensor, seconds: float, is_change: bool) -> None:
         """Remember how long it took to make a tensor. On a GPU nobody knows at this time."""

@@ -36,7 +36,7 @@ from backstash.saved import TensorSpec
 from backstash.stash import seams
 from backstash.stash.accounts import Step
 from backstash.stash.comparing import AT_ONCE, check_again
-from backstash.stash.encode import Encoder, has_error
+from backstash.stash.encode import has_error
 from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
@@ -87,15 +87,6 @@ class Remaking:
         self._number = 0
         self._rows = Rows()
         self._own = object()  # bounds are this Session's own, and so are proofs within them
-
-    @property
-    def encoder(self) -> Encoder:
-        """What stores values that cannot be made again after all."""
-        return self.tape.encoder
-
-    @encoder.setter
-    def encoder(self, encoder: Encoder) -> None:
-        self.tape.encoder = encoder
 
     def begin_step(self, step: Step, number: int) -> None:
         """The accounts of the step that begins, and its number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,19 +41,28 @@ class CallTape:
     Attributes:
         contents: of the storages that calls have read or filled.
         leaning: the values that are made from what the program may still change.
-        encoder: stores these before it does.
+        noting: returns what is known of the calls of the model.
     """
 
-    __slots__ = ("_names", "_packed", "_packed_before", "_pending", "_place", "contents", "encoder", "leaning")
+    __slots__ = (
+        "_names",
+        "_packed",
+        "_packed_before",
+        "_pending",
+        "_place",
+        "contents",
+        "leaning",
+        "noting",
+    )
 
     def __init__(
         self, names: Names, pending: Pending, parameters: ParameterStorages, min_nbytes: int, remakes_anything: bool
     ) -> None:
         self._names, self._pending = names, pending
         self.leaning, self.contents = Leaning(), Contents(min_nbytes, parameters)
+        self.noting = partial(_noting, names)  # bound to the tape it would be a cycle, in which the Session stays alive
         self.contents.copied, self.contents.noting = self.leaning.expect, self.noting
         self.contents.remakes_anything = remakes_anything
-        self.encoder: Encoder
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
         self._packed_before = 0
         self._place: CallPlace | None = None  # of the function in progress
@@ -65,14 +75,6 @@ class CallTape:
     @min_nbytes.setter
     def min_nbytes(self, nbytes: int) -> None:
         self.contents.min_nbytes = nbytes
-
-    def noting(self) -> Noting:
-        """What is known of the calls of the model."""
-        learned = self._names.learned
-        if learned.noting is None:
-            learned.noting = Noting()
-        noting: Noting = learned.noting
-        return noting
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -138,14 +140,16 @@ class CallTape:
 
     # -- contents ------------------------------------------------------------------------------------------------
 
-    def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_side_effect(
+        self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any], encoder: Encoder
+    ) -> None:
         """As in the protocol."""
         contents, leaning = self.contents, self.leaning
         has_version = effect not in (SideEffect.ESCAPES, SideEffect.CHANGES_STATISTICS)
         for x in affected(effect, args, kwargs):
             memories = wrapped.memories(x)
             if memories is None:  # it may be the memory of anything
-                leaning.store_all(self.encoder, self._pending, costly=True)
+                leaning.store_all(encoder, self._pending, costly=True)
                 contents.escape_all()
                 return
             for inner in memories:
@@ -156,7 +160,7 @@ class CallTape:
                     continue
                 storage = inner.untyped_storage()
                 if storage._cdata in leaning:
-                    leaning.store(storage._cdata, self.encoder, self._pending)
+                    leaning.store(storage._cdata, encoder, self._pending)
                 (contents.change if is_told else contents.escape)(inner, storage)
 
     def take(self, value: Value, dense: Tensor) -> None:
@@ -183,12 +187,21 @@ class CallTape:
         """As in the protocol."""
         self.noting().end_pass()
 
-    def store_all(self) -> None:
+    def store_all(self, encoder: Encoder) -> None:
         """As in the protocol."""
-        self.leaning.store_all(self.encoder, self._pending)
+        self.leaning.store_all(encoder, self._pending)
 
     def clear(self) -> None:
         """As in the protocol."""
         self._packed, self._place = [], None
         self.leaning.clear()
         self.contents.clear()
+
+
+def _noting(names: Names) -> Noting:
+    """What is known of the calls of the model whose names these are."""
+    learned = names.learned
+    if learned.noting is None:
+        learned.noting = Noting()
+    noting: Noting = learned.noting
+    return noting

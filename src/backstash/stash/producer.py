@@ -49,8 +49,13 @@ class Tape(Protocol):
     def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation of a backward pass with a graph has returned something, and counts."""
 
-    def before_side_effect(self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A function is about to change its arguments, or to hand their memory on to who changes it unseen."""
+    def before_side_effect(
+        self, effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any], encoder: Encoder
+    ) -> None:
+        """A function is about to change its arguments, or to hand their memory on to who changes it unseen.
+
+        What is made from that memory is stored before, by the encoder.
+        """
 
     def take(self, value: Value, dense: Tensor) -> None:
         """A value was saved, which is the content of a storage."""
@@ -67,8 +72,8 @@ class Tape(Protocol):
     def end_pass(self) -> None:
         """A forward pass is over."""
 
-    def store_all(self) -> None:
-        """Nobody watches from now on what the program does to memory from which values are made."""
+    def store_all(self, encoder: Encoder) -> None:
+        """Nobody watches from now on what the program does to memory from which values are made: store these."""
 
     def clear(self) -> None:
         """The Session is left: forget everything."""
@@ -80,9 +85,6 @@ class Producer(Protocol):
     @property
     def tape(self) -> Tape:
         """What the forward pass tells."""
-
-    encoder: Encoder
-    """What stores values that cannot be made again after all."""
 
     def begin_step(self, step: Step, number: int) -> None:
         """The accounts of the step that begins, and its number."""
@@ -121,8 +123,6 @@ all bits of what is made are compared (``check="full"``)."""
 
 class NoProducer:
     """Makes nothing again, and listens to nothing."""
-
-    encoder: Encoder
 
     def __init__(
         self,
