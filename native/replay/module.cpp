@@ -164,7 +164,7 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     replayer.session->others_nbytes = PyLong_AsLongLong(args[2]);
     run->values.resize(run->script->values.size());
     run->registers.resize(run->script->registers);
-    run->inputs.resize(run->script->calls.size());
+    run->inputs.resize(2 * run->script->calls.size());  // conversions come behind
     replayer.session->is_unpacked = replayer.session->stops = false;
     replayer.session->stashed_nbytes = replayer.session->needed_nbytes = 0;
     run->taken->resize(run->values.size());

@@ -237,6 +237,7 @@ Noted noted_of(PyObject* object) {
     noted.makes = read.number("makes");
     noted.mean = read.number("mean");
     noted.invstd = read.number("invstd");
+    noted.saved = read.number("saved");
     const Object autocast = read.object("autocast");
     noted.has_autocast = !autocast.is_none();
     if (noted.has_autocast) noted.autocast = reinterpret_cast<THPDtype*>(autocast.get())->scalar_type;
@@ -245,7 +246,12 @@ Noted noted_of(PyObject* object) {
 
 Call call_of(PyObject* object) {
     const Reader read(object);
-    Call found{read.object("function"), read.number("first"), read.number("saves"), {}, noted_of(read.object("noted").get())};
+    Call found{read.object("function"),
+               read.number("first"),
+               read.number("saves"),
+               {},
+               noted_of(read.object("noted").get()),
+               noted_of(read.object("cast").get())};
     read.each("nodes", [&](PyObject* node) { found.nodes.push_back(node_of(node)); });
     return found;
 }

@@ -173,6 +173,7 @@ struct Noted {
     std::vector<int> needs_grad;        // whether autograd followed it; empty where that makes no difference
     int makes = -1;                    // a register
     int mean = -1, invstd = -1;        // saves, from the first one of the call
+    int saved = -1;                    // the save that is made; -1 for the result
     bool has_autocast = false;
     at::ScalarType autocast = at::kFloat;
 };
@@ -181,7 +182,7 @@ struct Call {
     Object function;
     int first, saves;
     std::vector<NodeCheck> nodes;
-    Noted noted;
+    Noted noted, cast;  // how its result is made, and how what it saves is converted
 };
 
 // What is known of how long the program holds a value: see stash/place.py. It is learned on.
@@ -202,6 +203,11 @@ struct Script {
     int64_t min_nbytes = 0;
     uint64_t settings = 0;
     Object wanted;  // the settings, as Python knows them
+    // The numbers of conversions come behind those of all calls.
+    const Noted& noted(int number) const {
+        const int count = static_cast<int>(calls.size());
+        return number < count ? calls[number].noted : calls[number - count].cast;
+    }
 };
 
 // Reads what Python hands over; throws where it is not that.

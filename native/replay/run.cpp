@@ -326,15 +326,26 @@ bool has_autocast_of(const Noted& noted) {
     return noted.has_autocast && at::autocast::get_autocast_dtype(type) == noted.autocast;
 }
 
+// What a call that is noted makes: its result, or a tensor that it has saved, as the conversion returned it.
+at::Tensor made_by(const Run& run, const Noted& noted, int first, PyObject* result) {
+    if (noted.saved < 0) return is_plain(result) ? THPVariable_Unpack(result) : at::Tensor();
+    const at::Tensor& dense = reinterpret_cast<const Packed*>(run.current[noted.saved - first].get())->dense;
+    const Layout& layout = noted.result;
+    const bool is_whole = dense.defined() && static_cast<int64_t>(dense.storage().nbytes()) == layout.nbytes;
+    return is_whole ? dense.as_strided(layout.sizes, layout.strides, layout.offset) : at::Tensor();
+}
+
 // Notes how a content was made, if that is as it was.
-void note(Run& run, int number, PyObject* args, PyObject* kwargs, PyObject* result, const Object& random_state) {
-    const Call& known = run.script->calls[number];
-    const Noted& noted = known.noted;
+void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, PyObject* result,
+          const Object& random_state) {
+    const Call& known = run.script->calls[call];
+    const int number = is_cast ? call + static_cast<int>(run.script->calls.size()) : call;
+    const Noted& noted = is_cast ? known.cast : known.noted;
     const at::NoGradGuard unrecorded;
     std::vector<at::Tensor> read;
     const auto fail = [&] { run.registers[noted.makes].is_bad = true; };
-    if (!is_plain(result)) return fail();
-    const at::Tensor& made = THPVariable_Unpack(result);
+    const at::Tensor made = made_by(run, noted, known.first, result);
+    if (!made.defined()) return fail();
     if (!fits_call(noted, args, kwargs, made, read)) return fail();
     if (settings_now() != run.script->settings || !has_autocast_of(noted)) return fail();
     auto inputs = std::make_shared<Inputs>();
@@ -446,7 +457,7 @@ bool lean_on_call(Run& run, Slot& slot, int call) {
     for (size_t index = 0; index < inputs->tensors.size(); ++index)
         if (inputs->versions[index] >= 0 && version_of(inputs->tensors[index]) != inputs->versions[index]) return false;
     slot.inputs.emplace_back(call, inputs);
-    const Noted& noted = run.script->calls[call].noted;
+    const Noted& noted = run.script->noted(call);
     if (run.registers[noted.makes].is_bad) return false;
     return std::all_of(noted.registers.begin(), noted.registers.end(), [&](int each) {
         return each < 0 || (run.registers[each].is_known && !run.registers[each].is_bad);
@@ -530,7 +541,7 @@ bool decide(Run& run, int number) {
         const at::Tensor whole = whole_in(*slot, strongest->dense);
         is_done = slot->value.program == Program::remake ? remake(run, *slot, whole) : encode(*slot, whole);
     }
-    if (!is_done) take_back(run, *slot, true);
+    if (!is_done && !slot->guard.defined()) take_back(run, *slot, true);  // else others are made from it, so it stays
     slot->taken().encode_seconds += std::chrono::duration<double>(Clock::now() - started).count();
     return true;
 }
@@ -859,8 +870,9 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     }
     ++run->next_call;
     for (const Object& each : run->current) verify(*run, reinterpret_cast<Packed*>(each.get()));
-    if (expected->noted.is_there)
-        note(*run, static_cast<int>(number), args, kwargs, result.get(), random_state);
+    for (const bool is_cast : {true, false})
+        if ((is_cast ? expected->cast : expected->noted).is_there)
+            note(*run, static_cast<int>(number), is_cast, args, kwargs, result.get(), random_state);
     run->current.clear();
     return result.release();
 }

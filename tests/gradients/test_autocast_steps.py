@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from backstash import Session, interpreter
 from backstash.capture.forward import Forward
+from backstash.policies import Keep, Recompute, Rules, get
 from backstash.remake.contents import Contents
 from backstash.torch_internals import autocast_of, under_autocast
 
@@ -133,3 +134,76 @@ def test_autocast_is_put_back() -> None:
     assert autocast_of("cpu") is None
     assert under_autocast("cpu", BF16, lambda: autocast_of("cpu")) == ("cpu", BF16)
     assert autocast_of("cpu") is None and torch.is_autocast_cache_enabled()
+
+
+class Attention(nn.Module):
+    """A transformer's layer, with a projection for each of queries, keys and values."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width, elementwise_affine=False)
+        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()  # a sum with float32 stays float32
+        h = self.first(x)
+        queries, keys, values = self.queries(h), self.keys(h), self.values(h)
+        x = x + self.out(torch.softmax(queries @ keys.transpose(1, 2), -1) @ values)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Changed(nn.Module):
+    """What a layer has read is changed before others read it, and read again as it was cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.float())
+        y = self.first(h)
+        h = h.mul_(2.0)
+        return x + y + self.second(h) + (h @ h.transpose(1, 2)).softmax(-1) @ h
+
+
+class Convolved(nn.Module):
+    """Float32 results that convolutions read, in both layouts of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.exp(-x.view(2, 4, 64, 16).square())
+        x = self.first(x) + self.second(x)
+        return torch.exp(-x.float().contiguous(memory_format=torch.channels_last)).flatten(1).view(2, 64, 64)
+
+
+def _layered(layer: type[nn.Module], session: Session | None, steps: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), layer(), layer())
+    found: list[Tensor] = []
+    for step in range(steps):
+        model.zero_grad()
+        x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(step))
+        with session or nullcontext(), torch.autocast("cpu", BF16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return found
+
+
+@pytest.mark.parametrize("policy", ["lossless", "gist_lossless", "everything"])
+@pytest.mark.parametrize("layer", [Attention, Changed, Convolved])
+@pytest.mark.cases(4)
+def test_what_autocast_converts_inside_of_functions_is_made_again(layer: type[nn.Module], policy: str) -> None:
+    recompute = Recompute(Keep(), any_producer=True)
+    chosen = Rules((("*", recompute),), otherwise=get("lossless")) if policy == "everything" else get(policy)
+    session = Session(chosen, min_nbytes=1024, stop_if_useless=False)
+    assert not differences(_layered(layer, None, 9), _layered(layer, session, 9))
+    if policy == "lossless" and layer is Attention:
+        made = [row.key for row in session.report().rows if row.codec == "recompute" and "layer_norm" in row.reason]
+        assert sum(key.endswith("Addmm#0:mat1") for key in made) == 8, made
+        if interpreter.module is not None:
+            assert session._is_replayed

@@ -239,6 +239,13 @@ class Forward:
         """Whether the call of a function that is about to run has to be noted (Note: [calls that count])."""
         return self._tape.counts(function, *self._names.count_call(function))
 
+    def cast_inside(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[tuple[Saved, Tensor]]:
+        """A function under autocast is about to return, and has saved tensors (Note: [casts inside])."""
+        with no_torch_function(), self._lock:
+            return self._tape.cast_inside(function, args, kwargs, self.unnamed)
+
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
@@ -448,6 +455,7 @@ for _function in (
     Forward.before_side_effect,
     Forward.assign_data,
     Forward.before_backward,
+    Forward.cast_inside,
     Forward.counts,
     Forward.made,
     Forward.took,

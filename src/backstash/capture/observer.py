@@ -18,6 +18,7 @@ from backstash.capture.side_effects import SideEffect, inplace_position, side_ef
 from backstash.stash.regions import Region
 from backstash.torch_internals import (
     TorchDispatchMode,
+    any_autocast,
     compiler,
     has_replacing_mode,
     hide_from_dynamo,
@@ -66,6 +67,9 @@ class CallListener(Protocol):
 
     def after_function(self, result: Any) -> None:
         """A torch function that autograd recorded has returned, or raised (then the result is None)."""
+
+    def cast_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """A function under autocast is about to return, and has saved tensors (Note: [casts inside])."""
 
     def counts(self, function: Any) -> bool:
         """Whether it wants to know of a call that is about to run."""
@@ -177,7 +181,9 @@ class Observer(TorchFunctionMode):
                     listener.took(result, time.perf_counter() - started, func in repeatable.IN_PLACE)
         finally:
             listener.depth = depth
-            if listener.unnamed and listener.depth == 0:
+            if listener.unnamed and depth == 0:
+                if recomputes and any_autocast():
+                    listener.cast_inside(func, args, kwargs)
                 listener.after_function(result)
         if noted and type(result) in _RESULTS:
             with no_torch_function():

@@ -161,13 +161,16 @@ class CallPlace:
         pattern: what the latest call was like (Note: [patterns of calls]); None where that is not known.
         passes: in how many passes it was noted.
         latest: the number of the latest of these.
+        casts: of a conversion inside of a function, which argument of which looks was compared, and whether the bits of
+            its conversion were those that were saved.
     """
 
-    __slots__ = ("is_used", "latest", "passes", "pattern")
+    __slots__ = ("casts", "is_used", "latest", "passes", "pattern")
 
     def __init__(self) -> None:
         self.is_used, self.passes, self.latest = False, 0, -1
         self.pattern: Pattern | None = None
+        self.casts: dict[object, bool] | None = None
 
 
 @dataclass(slots=True, unsafe_hash=True)

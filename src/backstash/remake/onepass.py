@@ -139,23 +139,26 @@ def has_form(recipe: Recipe) -> bool:
 # -- norms of rows -----------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(recipe: Recipe) -> OnePass | None:
-    """``layer_norm(x)`` from the statistics that it has saved."""
+def _layer_norm(recipe: Recipe, out: TensorSpec | None = None) -> OnePass | None:
+    """``layer_norm(x)`` from the statistics that it has saved, perhaps converted to the dtype of ``out``."""
     call, x = recipe.call, _source(recipe)
+    out = out or call.spec
     if call.statistics is None or x is None or x.spec.dtype is not call.spec.dtype:
         return None
     width = _width(call)
     held = _held(call, ("weight", 2), ("bias", 3))
     if width is None or not _is_contiguous(x.spec) or x.spec != call.spec:
         return None
+    if out.shape != x.spec.shape or out.stride != x.spec.stride:
+        return None
     if held is None or not _takes_vectors(held, width, x.spec.dtype):
         return None
-    if x.spec.dtype in SHORT and width % LINE:
+    if out.dtype not in (x.spec.dtype, *SHORT) or (out.dtype in SHORT and width % LINE):
         return None
     order = order_of(x.spec.device)
     if not order:
         return None
-    return _row_norm(x, call, held, NormOrder[order])
+    return _row_norm(x, call, held, NormOrder[order], out.dtype)
 
 
 def _width(call: Call) -> int | None:
@@ -165,7 +168,9 @@ def _width(call: Call) -> int | None:
     return math.prod(shape) if isinstance(shape, (list, tuple, torch.Size)) else None
 
 
-def _row_norm(x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | None], order: NormOrder) -> OnePass:
+def _row_norm(
+    x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | None], order: NormOrder, dtype: torch.dtype
+) -> OnePass:
     assert call.statistics is not None
     mean, rstd = (PassInput(each, call, place) for each, place in zip(call.statistics, (MEAN, RSTD), strict=True))
     operands, has = _listed(PassInput(x, call, 0), mean, rstd, *held)
@@ -181,7 +186,7 @@ def _row_norm(x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | Non
             bias = torch.zeros(values.numel() // rstd.numel(), dtype=torch.float32, device=values.device)
             if weight is not None:
                 weight = weight.float()
-        kernel(values, None, mean, rstd, weight, bias, order, nan_of(spec), out)
+        kernel(values, None, mean, rstd, weight, bias, order, nan_of(spec.device, dtype), out)
         return True
 
     return OnePass(operands, make)
@@ -210,9 +215,14 @@ def _matching(device: torch.device) -> str:
     return ""
 
 
-def _rounded_rms_norm(recipe: Recipe) -> OnePass | None:
-    """``(x * r).to(...)`` of float32 ``x`` [..., width] and held ``r`` [..., 1]: the first half of an RMS norm."""
+def _rounded_norm(recipe: Recipe) -> OnePass | None:
+    """A layer norm in another dtype; or ``(x * r).to(...)`` of float32 ``x`` [..., width] and held ``r`` [..., 1].
+
+    Autocast converts the former for each layer that reads it; the latter is the first half of an RMS norm.
+    """
     inner = _only_inner(recipe)
+    if inner is not None and inner.call.name == "layer_norm":
+        return _layer_norm(inner, recipe.call.spec)
     return None if inner is None or recipe.call.spec.dtype not in SHORT else _times_rows(inner, recipe.call.spec, None)
 
 
@@ -259,7 +269,7 @@ def _times_rows(product: Recipe, spec: TensorSpec, weight: PassInput | None) -> 
         values, rstd, vector = _spread(tensors, has)
         if not _fits(values, wide) or not rstd.is_contiguous() or fused.may_mix_nans(rstd):
             return False
-        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec), out)
+        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec.device, spec.dtype), out)
         return True
 
     return OnePass(operands, make)
@@ -302,7 +312,7 @@ def _grouped(recipe: Recipe, curve: Recipe | None) -> OnePass | None:
         if table is None:
             return False
         given = values, mean, rstd, weight, bias, groups, ComputedCurve.NONE
-        kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec), out, None)
+        kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec.device, spec.dtype), out, None)
         return True
 
     return OnePass(operands, make)  # type: ignore[arg-type]  # of `held`, None is none
@@ -339,7 +349,7 @@ def _channel_norm(recipe: Recipe) -> OnePass | None:
         fits = _fits(values, spec) and (added is None or _fits(added, spec))
         if not fits or not per_channel(spec.shape[1], mean, invstd, weight, bias) or fused.may_mix_nans(mean, invstd):
             return False
-        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec), out)
+        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec.device, spec.dtype), out)
         return True
 
     return OnePass(operands, make)
@@ -405,7 +415,14 @@ def _curve(recipe: Recipe) -> OnePass | None:
         if table is None:
             return False
         kernel(
-            flat(values), ComputedCurve.NONE, table.whole, table.tail, table.chunk, table.step, nan_of(spec), flat(out)
+            flat(values),
+            ComputedCurve.NONE,
+            table.whole,
+            table.tail,
+            table.chunk,
+            table.step,
+            nan_of(spec.device, spec.dtype),
+            flat(out),
         )
         return True
 
@@ -427,20 +444,30 @@ def _gated(recipe: Recipe, inner: Recipe, other: Leaf, place: int) -> OnePass | 
             return False
         whole, tail = table.whole, table.whole if table.tail is None else table.tail
         chunk, step = chunk_of(gate)
-        given = flat(gate), flat(up), whole, tail, chunk, step, nan_of(spec), nan_of(spec, in_tail=True), flat(out)
+        given = (
+            flat(gate),
+            flat(up),
+            whole,
+            tail,
+            chunk,
+            step,
+            nan_of(spec.device, spec.dtype),
+            nan_of(spec.device, spec.dtype, in_tail=True),
+            flat(out),
+        )
         kernel(*given, None)
         return True
 
     return OnePass(operands, make)
 
 
-def nan_of(spec: TensorSpec, in_tail: bool = False) -> int:
+def nan_of(device: torch.device, dtype: torch.dtype, in_tail: bool = False) -> int:
     """Bits of a NaN that is rounded to 16 bits: by NVIDIA's instruction, or on x86 by ATen, in vectors or not."""
-    if spec.dtype is torch.float32:
+    if dtype is torch.float32:
         return 0
-    if spec.device.type == "cuda":
+    if device.type == "cuda":
         return 0x7FFF
-    if spec.dtype is torch.float16:
+    if dtype is torch.float16:
         return 0
     return 0x7FC0 if in_tail else 0xFFFF
 
@@ -653,7 +680,7 @@ FORMS: dict[str, Callable[[Recipe], OnePass | None]] = {
     "batch_norm": _channel_norm,
     **dict.fromkeys(fused.NUMBERS, _channel_norm),
     "mul": _product,
-    **dict.fromkeys(CASTS, _rounded_rms_norm),
+    **dict.fromkeys(CASTS, _rounded_norm),
     **dict.fromkeys(CURVES, _curve),
 }
 """By the name of a recipe's last call: what finds out whether its value is made in one pass."""

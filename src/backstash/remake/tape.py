@@ -11,17 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backstash import graphs
 from backstash.capture.names import Names
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.interpreter import is_odd
-from backstash.remake.calls import CallPlace, Group
+from backstash.ops.bits import bits_of
+from backstash.remake.calls import CallPlace, Group, tensors_in
 from backstash.remake.contents import Contents, Inside
 from backstash.remake.leaning import Leaning
 from backstash.remake.noting import Noting
-from backstash.saved import PLAIN
+from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import wrapped
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
+from backstash.torch_internals import without_gradients
 
 if TYPE_CHECKING:
     from backstash.stash.encode import Encoder
@@ -115,6 +118,38 @@ class CallTape:
                 inside = Inside(group, number, saved_inside)
                 contents.note_call(function, args, kwargs, x, random_state, None, inside, place)
 
+    def cast_inside(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves: list[Saved]
+    ) -> list[tuple[Saved, Tensor]]:
+        """As in the protocol.
+
+        Note: [casts inside]
+            Autocast converts what a function is given below the function, where no mode sees it, and the function saves
+            the converted copy: three copies of one norm's result for the queries, keys and values of an attention. So
+            what is saved in another dtype than an argument, and looks like it, is noted as the conversion of that
+            argument, if the first time it had the bits of one: a function may as well save a result that looks so.
+        """
+        casts = []
+        given = [x for x in tensors_in(args, kwargs) if x.is_floating_point() and not is_odd(x)]
+        outside = {x.untyped_storage()._cdata for x in given}
+        for saved in saves:
+            dense = saved.dense
+            if dense is None or not saved.is_plain or not dense.is_floating_point() or is_odd(dense):
+                continue
+            found = [x for x in given if x.dtype is not dense.dtype and x.numel() == dense.numel()]
+            if len(found) != 1 or dense.untyped_storage()._cdata in outside:
+                continue
+            (x,) = found
+            made = _converted(x, dense)
+            if made is None or self.contents.parameters.include(x, x.untyped_storage()):
+                continue
+            key = Tensor.to, function
+            place = self.noting().place(self._names.frames[-1].label, key, self._names.count_call(key)[1])
+            if place is not None and _is_cast(place, next(i for i, each in enumerate(given) if each is x), x, made):
+                self.contents.note_call(Tensor.to, (x, dense.dtype), {}, made, None, place=place)
+                casts.append((saved, x))
+        return casts
+
     def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """As in the protocol."""
         place, self._place = self._place, None
@@ -134,7 +169,9 @@ class CallTape:
         found = {}
         for number, saved in packed:
             x = saved.dense if saved.node is not None and saved.is_plain and number >= 0 else None
-            if x is not None and x.untyped_storage()._cdata not in outside:
+            if x is None or x.untyped_storage()._cdata in outside:
+                continue
+            if self.contents.of(x).call is None:  # else it is a conversion of something (Note: [casts inside])
                 found[number] = x
         return found
 
@@ -196,6 +233,26 @@ class CallTape:
         self._packed, self._place = [], None
         self.leaning.clear()
         self.contents.clear()
+
+
+def _is_cast(place: CallPlace, number: int, x: Tensor, made: Tensor) -> bool:
+    """Whether an argument, the one with that number, was converted there; the bits are compared once."""
+    facts = number, TensorSpec.of(x), TensorSpec.of(made)
+    known = place.casts = place.casts or {}
+    if facts not in known:
+        if graphs.capture() is not None:
+            return False
+        known[facts] = without_gradients(lambda: torch.equal(bits_of(x.to(made.dtype)), bits_of(made)))
+    return known[facts]
+
+
+def _converted(x: Tensor, saved: Tensor) -> Tensor | None:
+    """A saved tensor as the conversion of ``x`` would return it; None where it is laid out otherwise."""
+    if saved.shape == x.shape and saved.stride() == x.stride():
+        return saved
+    if x.is_contiguous() and saved.is_contiguous():  # a linear layer has flattened it
+        return saved.view(x.shape)
+    return None
 
 
 def _noting(names: Names) -> Noting:

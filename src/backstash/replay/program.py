@@ -301,6 +301,7 @@ class NotedCall:
         makes: the register of the result.
         mean, invstd: the numbers of the saves that are a batch norm's statistics; -1 for none.
         autocast: the dtype of autocast; None where that was off.
+        saved: the number of the save that is made; -1 for the result of the function.
     """
 
     args: tuple[Any, ...]
@@ -318,17 +319,27 @@ class NotedCall:
     mean: int
     invstd: int
     autocast: torch.dtype | None
+    saved: int = -1
 
 
 @dataclass(slots=True)
 class KnownCall:
-    """A torch function that saves something, or makes what is made again."""
+    """A torch function that saves something, or makes what is made again.
+
+    Attributes:
+        function: what is called.
+        first, saves: the number of the first save in it, and how many there are.
+        nodes: what saves them.
+        noted: how it makes its result.
+        cast: how autocast converts what it saves; in a tree, its number is that of the call behind those of all calls.
+    """
 
     function: Any
     first: int
     saves: int = 0
     nodes: list[SavingNode] = field(default_factory=list)
     noted: NotedCall | None = None
+    cast: NotedCall | None = None
 
 
 @dataclass(slots=True)

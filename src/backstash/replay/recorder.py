@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
 from backstash.ops.layout import Rounding, images
 from backstash.policies.base import Policy, knows_room
 from backstash.redeem import accumulation, linear, table
-from backstash.remake import calls, fused, onepass
+from backstash.remake import calls, fused, onepass, patterns
 from backstash.remake.calls import INPUT, Content, Held, Leaf
 from backstash.remake.contents import Contents
 from backstash.remake.patterns import Pattern
@@ -92,6 +92,26 @@ class _Entry:
 
 
 @dataclass(slots=True)
+class _Made:
+    """A content that was made in a call: its result, or what autocast has converted for a save.
+
+    Attributes:
+        content, call: the content, and how it is made again.
+        pattern: what the function is given then.
+        draws: whether it draws random numbers.
+        shared: which of the tensors that are read are parameters of the model, whose copies calls share.
+        save: the number of the save; -1 for the result.
+    """
+
+    content: Content
+    call: calls.Call
+    pattern: Pattern | None
+    draws: bool
+    shared: tuple[bool, ...]
+    save: int = -1
+
+
+@dataclass(slots=True)
 class _Call:
     """A call in progress, or one that has ended."""
 
@@ -100,11 +120,8 @@ class _Call:
     saves: int = 0
     named: list[tuple[Any, list[tuple[str, Saved]]]] = field(default_factory=list)
     nodes: list[SavingNode] = field(default_factory=list)
-    content: Content | None = None
-    call: calls.Call | None = None
-    pattern: Pattern | None = None
-    draws: bool = False
-    shared: tuple[bool, ...] = ()
+    made: _Made | None = None
+    cast: _Made | None = None
 
 
 class RecordingForward(Forward):
@@ -148,6 +165,15 @@ class RecordingForward(Forward):
         if is_looked_at and contents.of(result).call is not before:
             self._recorder.made(contents, contents.of(result), args, kwargs)
 
+    def cast_inside(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[tuple[Saved, Tensor]]:
+        """As Forward.cast_inside."""
+        casts = super().cast_inside(function, args, kwargs)
+        for saved, x in casts:
+            self._recorder.cast(saved, x, args, kwargs)
+        return casts
+
 
 class Recorder:
     """Writes a pass down.
@@ -188,7 +214,7 @@ class Recorder:
         call.saves = len(self.entries) - call.first
         if call.saves:
             self._find_nodes(call, result)
-        if call.saves or call.call is not None:
+        if call.saves or call.made is not None:
             self.calls.append(call)
         call.named.clear()
 
@@ -241,22 +267,25 @@ class Recorder:
         call = content.call
         if self._open is None or call is None:
             return
-        self._open.content, self._open.call = content, call
-        self._open.pattern = call.pattern
-        if call.random_state is not None:
-            self._open.draws = True
-            self._open.pattern = Pattern(args, kwargs, calls.tensors_in(args, kwargs), call.without_inputs())
-        pattern, parameters_of = self._open.pattern, contents.parameters
+        pattern, draws = call.pattern, call.random_state is not None
+        if draws:
+            pattern = Pattern(args, kwargs, calls.tensors_in(args, kwargs), call.without_inputs())
+        shared: tuple[bool, ...] = ()
         if pattern is not None:
             tensors = calls.tensors_in(args, kwargs)
             read = tensors if pattern.chosen is None else [tensors[index] for index in pattern.chosen]
-            storages = [x.untyped_storage() for x in read]
-            self._open.shared = tuple(
-                [
-                    parameters_of.include(x, storage) and not parameters_of.may_be_freed(storage)
-                    for x, storage in zip(read, storages, strict=True)
-                ]
-            )
+            shared = tuple([_is_shared(contents, x) for x in read])
+        self._open.made = _Made(content, call, pattern, draws, shared)
+
+    def cast(self, saved: Saved, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What a function has saved is the conversion of its argument ``x``."""
+        number, contents = self._by_saved.get(id(saved), -1), self.tape.contents
+        if self._open is None or self._open.cast is not None or number < 0 or saved.dense is None:
+            return
+        content = contents.of(saved.dense)
+        if content.call is not None:
+            pattern, shared = patterns.pattern_of(args, kwargs, [x], content.call), (_is_shared(contents, x),)
+            self._open.cast = _Made(content, content.call, pattern, False, shared, number)
 
     def _find_nodes(self, call: _Call, result: Any) -> None:
         """Finds the way from the results to each node that has saved something."""
@@ -339,7 +368,8 @@ class _Writer:
         self._members: list[list[int]] = []
         self._registers: dict[int, int] = {}  # by the id of a content
         self._kept: list[Any] = []  # so that no id is given away
-        self._numbers = {id(call.call): number for number, call in enumerate(recorder.calls) if call.call is not None}
+        self._made = [call.made for call in recorder.calls] + [call.cast for call in recorder.calls]
+        self._numbers = {id(made.call): number for number, made in enumerate(self._made) if made is not None}
         self._used: set[int] = set()
         self._masks: dict[Mask, Mask] = {}
         self._leaves: set[int] = set()
@@ -509,7 +539,8 @@ class _Writer:
         if call.saved is not None or call.output is not None:
             raise RefusedError(f"what {call.name} has saved inside, or one of its results, is made again")
         number = self._numbers.get(id(call))
-        if number is None or self._recorder.calls[number].pattern is None:
+        made = None if number is None else self._made[number]
+        if number is None or made is None or made.pattern is None:
             raise RefusedError(f"{call.name} was not noted in a way that can be compared")
         if self._settings is not None and call.settings is not self._settings:
             raise RefusedError("calls were made under different settings")
@@ -551,7 +582,7 @@ class _Writer:
                 operands.append(ReplayedInput(-1, each.place, given))
                 continue
             number = self._numbers[id(each.call)]  # those of the whole tree are known by now
-            if each.place < 0 and -1 in self._statistics_of(self._recorder.calls[number]):
+            if each.place < 0 and -1 in self._statistics_of(number):
                 return None
             operands.append(ReplayedInput(number, each.place, None))
         return OnePassTree(tuple(operands), found.make)
@@ -614,50 +645,60 @@ class _Writer:
         return number, indices.get(id(weight), -1), indices.get(id(bias), -1)
 
     def _call(self, number: int, call: _Call) -> KnownCall:
-        written = KnownCall(call.function, call.first, call.saves, call.nodes)
-        noted, pattern = call.call, call.pattern
-        if number not in self._used or noted is None or pattern is None:
-            return written
-        mean = invstd = -1
+        cast = self._noted(number + len(self._recorder.calls))
+        return KnownCall(call.function, call.first, call.saves, call.nodes, self._noted(number), cast)
+
+    def _noted(self, number: int) -> NotedCall | None:
+        made = self._made[number]
+        if number not in self._used or made is None or made.pattern is None:
+            return None
+        noted, pattern, mean, invstd = made.call, made.pattern, -1, -1
         if noted.statistics is not None:
-            mean, invstd = self._statistics_of(call)
+            mean, invstd = self._statistics_of(number)
         held = [given if isinstance(given, Held) else None for given in noted.inputs]
         registers = tuple([-1 if isinstance(given, Held) else self._register(given.content) for given in noted.inputs])
-        written.noted = NotedCall(
+        return NotedCall(
             pattern.args,
             pattern.kwargs,
             _alone(noted),
             noted.spec,
             noted.in_place,
-            call.draws,
+            made.draws,
             pattern.chosen,
             registers,
-            tuple([each is not None and is_shared for each, is_shared in zip(held, call.shared, strict=True)]),
+            tuple([each is not None and is_shared for each, is_shared in zip(held, made.shared, strict=True)]),
             tuple([each is not None and each.is_reference for each in held]),
             noted.needs_grad,
-            self._register(call.content),
+            self._register(made.content),
             mean,
             invstd,
             None if noted.autocast is None else noted.autocast[1],
+            made.save,
         )
-        return written
 
-    def _statistics_of(self, call: _Call) -> tuple[int, int]:
+    def _statistics_of(self, number: int) -> tuple[int, int]:
         """The numbers of the saves that hold a norm's statistics; -1 for those of rows that are stored otherwise."""
-        assert call.call is not None and call.call.statistics is not None
+        call, made = self._recorder.calls[number], self._made[number]
+        assert made is not None and made.call.statistics is not None
         numbers = []
-        for held in call.call.statistics:
+        for held in made.call.statistics:
             found = [
                 call.first + index
                 for index, entry in enumerate(self._entries[call.first : call.first + call.saves])
                 if _tensor_of(entry) is not None and _tensor_of(entry).data_ptr() == held.tensor.data_ptr()
             ]
-            if len(found) != 1 and call.call.name in calls.ROW_NORMS:
+            if len(found) != 1 and made.call.name in calls.ROW_NORMS:
                 return -1, -1
             if len(found) != 1:
                 raise RefusedError("a batch norm's statistics are not among what it saves")
             numbers.append(found[0])
         return numbers[0], numbers[1]
+
+
+def _is_shared(contents: Contents, x: Tensor) -> bool:
+    """Whether calls share the copy of a tensor, because it is a parameter of the model."""
+    storage, parameters_of = x.untyped_storage(), contents.parameters
+    return parameters_of.include(x, storage) and not parameters_of.may_be_freed(storage)
 
 
 def _alone(call: calls.Call) -> calls.Call:

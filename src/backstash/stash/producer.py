@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -45,6 +45,11 @@ class Tape(Protocol):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
         """A function that counts has returned something; the generator had that state before."""
+
+    def cast_inside(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves: list[Saved]
+    ) -> Sequence[tuple[Saved, Tensor]]:
+        """A function under autocast has saved tensors: returns those that are conversions, and of which arguments."""
 
     def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation of a backward pass with a graph has returned something, and counts."""
@@ -145,6 +150,12 @@ class NoProducer:
     def counts(self, function: Any, label: str, number: int) -> bool:
         """No call counts."""
         return False
+
+    def cast_inside(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves: list[Saved]
+    ) -> Sequence[tuple[Saved, Tensor]]:
+        """Nothing is noted."""
+        return ()
 
     def forget(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Remade | str:
         """As Producer.forget."""
