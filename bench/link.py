@@ -109,6 +109,12 @@ class LinkStore:
         self._leaving.pop(ticket.number, None)
         self.store.drop(ticket)
 
+    def drain(self) -> None:
+        """Waits until everything has left."""
+        self._wait_until(self._out_free)
+        with self._lock:
+            self._let_go()
+
     def usage(self) -> Usage:
         """What the store holds; the time waited for the link counts too."""
         usage = self.store.usage()

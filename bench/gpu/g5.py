@@ -1,8 +1,8 @@
 """How much of a copy to the host hides behind computing.
 
 1. Products of matrices on one stream, a copy out and back on another one: alone, and both at once.
-2. Steps of networks in which a policy moves so many bytes, and treats the rest as ``lossless`` does. A trace says how
-   long the device copied, and for how much of it it computed as well.
+2. Steps of networks in which ``offload_hidden`` moves so many bytes, or as many as hide, and treats the rest as
+   ``lossless`` does. A trace says how long the device copied, and for how much of it it computed as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +19,7 @@ from typing import Any
 import torch
 
 import backstash as bs
-from backstash.policies.base import Action, Outcome, Policy, Wrapper
-from backstash.policies.lossless import Lossless
-from backstash.policies.offload import Offload
-from backstash.saved import SavedTensor
+from backstash.planning.measure.link import SMALLEST
 from bench.gpu import steps
 from bench.gpu.networks import NETWORKS, Training
 from bench.gpu.parts import Run
@@ -32,53 +29,6 @@ from bench.rounds import Effort, Summary, interleave, summarise
 CHOSEN = ("resnet50", "gpt2")
 GIB = (0.25, 0.5, 1.0, 1.5)
 LEARNING = 8
-
-
-@dataclass
-class UpTo(Wrapper):
-    """Moves the first values of a step to the host, so many bytes of them and at most one value more.
-
-    What is computed again crosses no link and does not count. All other values are treated as ``lossless`` has it.
-
-    Args:
-        nbytes: how many.
-    """
-
-    nbytes: int
-    _lossless: Policy = field(default_factory=Lossless)
-    _offload: Policy = field(default_factory=Offload)
-    _asked: set[str] = field(default_factory=set)
-    _moved: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def inner(self) -> Policy:
-        """The policy ``lossless``."""
-        return self._lossless
-
-    @property
-    def is_fixed(self) -> bool:  # type: ignore[override]  # read-only here
-        """False: what is moved depends on what came before."""
-        return False
-
-    def decide(self, saved: SavedTensor) -> Action:
-        """Moves a value if there is room for it. What was moved once is moved in each step."""
-        return self._choice(saved).decide(saved)
-
-    def decide_together(self, saved: SavedTensor, readers: Sequence[SavedTensor]) -> Action:
-        """Likewise."""
-        return self._choice(saved).decide_together(saved, readers)
-
-    def _choice(self, saved: SavedTensor) -> Policy:
-        if saved.key not in self._moved and sum(self._moved.values()) >= self.nbytes:
-            return self._lossless
-        self._asked.add(saved.key)
-        return self._offload
-
-    def observe(self, outcome: Outcome) -> None:
-        """Notes what was moved."""
-        is_moved = outcome.codec is not None and not outcome.codec.startswith("recompute")
-        if outcome.saved.key in self._asked and is_moved:
-            self._moved[outcome.saved.key] = outcome.nbytes
 
 
 @dataclass(frozen=True)
@@ -173,7 +123,7 @@ def _network(run: Run, name: str) -> None:
             made.step()
         return made
 
-    ways = [PLAIN, AGAIN, "checkpoint", "lossless", *(f"{gib} GiB" for gib in GIB), "offload"]
+    ways = [PLAIN, AGAIN, "checkpoint", "lossless", "offload_hidden", *(f"{gib} GiB" for gib in GIB), "offload"]
     expected = cache(lambda: steps.gradients(Way(training())))
     for of in ways:
         run.part(f"{name}/{of}", lambda of=of: steps.judge(way(of), expected()))  # type: ignore[misc]
@@ -186,7 +136,9 @@ def _network(run: Run, name: str) -> None:
 def _make(run: Run, training: Training, of: str) -> Way:
     if of in WAYS:
         return WAYS[of](training)
-    policy = UpTo(_nbytes(run, float(of.removesuffix(" GiB"))))
+    nbytes = None if of == "offload_hidden" else _nbytes(run, float(of.removesuffix(" GiB")))
+    smallest = 0 if run.small else SMALLEST
+    policy = bs.policies.offload_hidden(nbytes=nbytes, smallest=smallest)
     return Way(training, bs.Session(policy, model=training.module, min_nbytes=training.min_nbytes))
 
 

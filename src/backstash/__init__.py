@@ -11,6 +11,7 @@ from backstash.integrations.graphing import graphed
 from backstash.integrations.loop import unwrap, wrap
 from backstash.planning.measure.profiling import profile
 from backstash.planning.model.plan import Plan
+from backstash.planning.run import hidden as _hidden  # noqa: F401  # whose policy has a name from now on
 from backstash.planning.run.batches import fit_batch
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import plan

@@ -129,7 +129,7 @@ class Session:
         opened = {name: opens() for name, opens in (self.policy.stores or {}).items() if name not in (stores or {})}
         self.stores |= {**opened, **(stores or {})}
         self._names = Names(model, seams.readers.can_claim, self.policy.cycles)
-        self._live = Live(self.policy.ahead, overwrite_gradients, self.policy.fetches)
+        self._live = Live(self.policy.ahead, overwrite_gradients)
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
@@ -438,7 +438,7 @@ class Session:
             self._live.monitor.begin_step(self._steps)
         self._forward.begin_step(Step())
         self._producer.begin_step(self._forward.step, self._steps)
-        self._live.prefetcher.begin_step()
+        self._live.prefetcher.begin_step(self.policy)
         self._names.begin_step()
         self._pending.begin_step()
         self._tape.begin_step()
@@ -487,6 +487,7 @@ class Session:
             self._compare()
             self._producer.begin_step(self._forward.step, 1)
             self.policy.begin_step()
+            self._live.prefetcher.begin_step(self.policy)
             if self._live.monitor is not None:
                 self._live.monitor.begin_step(1)
         elif self._forward.step.accounts and not self._has_graph() and not in_backward():

@@ -47,6 +47,7 @@ _ABOUT = {
     "gpu-g4": "captured steps on a GPU: `python -m bench.gpu g4`",
     "gpu-g5": "copies to the host that hide behind computing: `python -m bench.gpu g5`",
     "gpu-g6": "compiled steps on a GPU: `python -m bench.gpu g6`",
+    "hiding": "what hides behind a link, in simulated time: `python -m bench.hiding`",
     "ground": "facts about the machine that decisions rest on: `python -m studies.ground`",
     "frontier": "peak against the time of a step, plans beside checkpoints: `backstash bench frontier`",
     "hostcost": "host time per saved tensor: `backstash bench hostcost`",

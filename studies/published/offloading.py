@@ -220,6 +220,29 @@ def link_times() -> str:
     return f"{machine_line('link-cpu')}\n\n{table(('network', 'GB/s each way', 'as it is, ms', *names), rows)}"
 
 
+def hiding() -> str:
+    """What hides behind a link, in simulated time."""
+    rows = []
+    for network in load("hiding")["networks"]:
+        plain = network["forward_seconds"] + network["backward_seconds"]
+        for number, row in enumerate(network["rows"]):
+            rows.append(
+                (
+                    f"{network['title']}, batch {network['batch']}" if number == 0 else "",
+                    f"`{row['way'].partition(',')[0]}`{''.join(row['way'].partition(',')[1:])}",
+                    f"{row['moved_nbytes'] / 2**30:.2f}",
+                    f"{row['held_nbytes'] / 2**30:.2f}",
+                    f"{row['seconds'] / plain:.3f}",
+                    "" if row["predicted"] is None else f"{row['predicted'] / plain:.3f}",
+                    f"{row['floor'] / plain:.3f}",
+                    f"{max(0.0, row['seconds'] / row['floor'] - 1):.1%}",
+                    "the same" if row["exact"] else "different",
+                )
+            )
+    header = ("network", "policy", "moved, GiB", "held, GiB", "step", "predicted", "floor", "above it", "bits")
+    return f"{machine_line('hiding')} Times are simulated, and over plain's.\n\n{table(header, rows)}"
+
+
 def disk() -> str:
     """The disk store beside dd."""
     results = load("disk-cpu")
@@ -264,5 +287,6 @@ TABLES = {
     "deep-1517-at-224": deep_224,
     "cdma": cdma,
     "link-times": link_times,
+    "hiding": hiding,
     "disk": disk,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ import backstash as bs
 from backstash import policies
 from backstash.capture.learned import LOOK_AGAIN
 from backstash.codecs import Raw
+from backstash.planning.measure.link import of_speed
 from backstash.stash import looking
 from backstash.stores import host
 from tests.device import fake
@@ -24,7 +26,7 @@ from tests.device.networks import EVERY, MIN_NBYTES, NETWORKS, Training, same_bi
 EXACT: dict[str, Callable[[Training], bs.Session]] = {
     name: lambda training, name=name: training.session(name)  # type: ignore[misc]
     for name in ("lossless", "lossless_stored", "offload", "cdma")
-}
+} | {"offload_hidden": lambda training: training.session(hiding())}
 LOSSY: dict[str, Callable[[Training], bs.Session]] = {
     "gist_fp8": lambda training: training.session("gist_fp8"),
     "quantized8": lambda training: training.session(policies.quantized(bits=8)),
@@ -32,6 +34,11 @@ LOSSY: dict[str, Callable[[Training], bs.Session]] = {
     "comet": lambda training: training.comet("szp"),
 }
 POLICIES = EXACT | LOSSY
+
+
+def hiding() -> policies.OffloadHidden:
+    """Returns a policy that is told of a fast link, and that a second lies between any two things that happen."""
+    return policies.offload_hidden(smallest=MIN_NBYTES, link=of_speed(1e12), clock=count(0.0, 1.0).__next__)
 
 
 def _trained(network: str, policy: str | None = None) -> tuple[Training, bs.Session | None]:
@@ -106,6 +113,16 @@ def test_bounds_begin_in_the_same_step_on_every_device() -> None:
         raise AssertionError(session.policy.history)
 
     assert first_step_with_bounds("cpu") == first_step_with_bounds("fake") == EVERY + 1
+
+
+def test_what_hides_is_moved_once_it_is_decided_and_the_host_does_not_wait() -> None:
+    training, session = _trained("gpt2", "offload_hidden")
+    policy = session.policy if session is not None else None
+    assert isinstance(policy, policies.OffloadHidden) and policy.decision is not None
+    for counts in training.count(session, 3):
+        assert counts.waits == 0, counts.lines("waits")
+    assert session is not None and session.report().moved_nbytes > 0
+    assert policy.decision.fetches and policy.timer is None
 
 
 # -- waits and launches ------------------------------------------------------------------------------------------------

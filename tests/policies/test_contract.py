@@ -39,6 +39,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ahead": (1, 5, None),
     "cycles": (None, 2, 0),
     "fetches": (None, {"a": ("b",)}),
+    "stays": (None, {"a": frozenset({0})}),
+    "timer": (None, object()),
     "stores": (None, {"disk": object}),
     "rewriting": (None, nullcontext),
 }

@@ -29,6 +29,7 @@ def test_policies_by_name() -> None:
         "lossless",
         "lossless_stored",
         "offload",
+        "offload_hidden",
         "quantized",
         "sliced",
         "vdnn",

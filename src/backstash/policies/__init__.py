@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from backstash.papers.cdma import Cdma, Vdnn, VdnnDyn, cdma, vdnn
     from backstash.papers.gist import Gist, gist, gist_lossless
     from backstash.papers.layrub import Layrub, layrub
+    from backstash.planning.run.hidden import OffloadHidden, offload_hidden
 
 __all__ = [
     "Action",
@@ -34,6 +35,7 @@ __all__ = [
     "Layrub",
     "Lossless",
     "Offload",
+    "OffloadHidden",
     "Outcome",
     "Policy",
     "Quantized",
@@ -56,6 +58,7 @@ __all__ = [
     "lossless",
     "names",
     "offload",
+    "offload_hidden",
     "publish",
     "quantized",
     "register",

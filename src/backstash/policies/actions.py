@@ -71,6 +71,8 @@ class Recompute:
             cheap, or draws random numbers that nobody noted; if an input is not held; or if the proof failed.
         max_depth: the longest chain of remade values, each of which begins from the next.
         max_inputs: the most stored values that a recipe may begin from; None for any number.
+        max_moved: the most values in other stores that a recipe may begin from, those counted from which remade values
+            begin that it begins from; None for any number.
         within: keys of values that are stored within a bound, and from which the value may be remade nevertheless. Only
             relu, sums and batch norms may lie between. The remade value is then off by as much as these functions make
             of the bounds. Its sign stays exact for those who read it, because a bit per element is stored for them.
@@ -81,7 +83,7 @@ class Recompute:
             be remade from it, and all of them together take no more bytes (Note: [exact roots] in remake/roots.py).
 
     Raises:
-        ValueError: a number is below 1, or ``otherwise`` is neither a Keep nor a Stash.
+        ValueError: a number is below 1 (``max_moved`` below 0), or ``otherwise`` is neither a Keep nor a Stash.
     """
 
     otherwise: Keep | Stash = Keep()
@@ -90,6 +92,7 @@ class Recompute:
     within: frozenset[str] = frozenset()
     any_producer: bool = False
     exact_roots: bool = False
+    max_moved: int | None = None
 
     def __post_init__(self) -> None:
         most = 1 if self.max_inputs is None else self.max_inputs
@@ -98,11 +101,11 @@ class Recompute:
                 f"Recompute was asked for any_producer=True within the bounds of {len(self.within)} values, but costly "
                 f"functions are only repeated on exact values. Leave one of the two out."
             )
-        if self.max_depth < 1 or most < 1 or not isinstance(self.otherwise, (Keep, Stash)):
+        if self.max_depth < 1 or most < 1 or (self.max_moved or 0) < 0 or not isinstance(self.otherwise, (Keep, Stash)):
             raise ValueError(
-                f"Recompute was asked for max_depth={self.max_depth}, max_inputs={self.max_inputs} and "
-                f"otherwise={self.otherwise!r}, but it takes a depth of 1 or more, as many inputs, and Keep() or "
-                f"Stash(...)."
+                f"Recompute was asked for max_depth={self.max_depth}, max_inputs={self.max_inputs}, "
+                f"max_moved={self.max_moved} and otherwise={self.otherwise!r}, but it takes a depth of 1 or more, as "
+                f"many inputs, 0 or more that are moved, and Keep() or Stash(...)."
             )
 
 

@@ -90,6 +90,17 @@ class Adapted(Policy):
         return fetches
 
     @property
+    def stays(self) -> Mapping[str, frozenset[int]] | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        stays: Mapping[str, frozenset[int]] | None = self._own("stays", Policy.stays)
+        return stays
+
+    @property
+    def timer(self) -> Any:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        return self._own("timer", Policy.timer)
+
+    @property
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         stores: Mapping[str, Callable[[], Any]] | None = self._own("stores", Policy.stores)

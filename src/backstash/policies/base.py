@@ -85,6 +85,10 @@ class Policy(ABC):
             ``with`` is a step. Paths then start from the module that is called outermost.
         fetches: for a policy that knows when values are to come back from a store: by the key of a value, the keys of
             those that are asked for when backward reads it first. None to learn the order in the first step.
+        stays: for such a policy: by the key of a moved value, the numbers of its reads, from 0 on, after which it stays
+            on the device for the next one. What does not stay is brought back again.
+        timer: is told of what is moved and read in a step (see stash.prefetch.MoveTimer); None for nobody. It is asked
+            for when a step begins, as ``fetches`` and ``stays`` are.
         stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
             that name.
         rewriting: None, or a function of the model that a Session was given, if any. It returns what begins a rewrite
@@ -106,6 +110,8 @@ class Policy(ABC):
     ahead: int | None = None
     cycles: int | None = None
     fetches: Mapping[str, tuple[str, ...]] | None = None
+    stays: Mapping[str, frozenset[int]] | None = None
+    timer: Any = None
     stores: Mapping[str, Callable[[], Any]] | None = None
     rewriting: Rewriting | None = None
 
@@ -256,6 +262,16 @@ class Wrapper(Policy):
     def fetches(self) -> Mapping[str, tuple[str, ...]] | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.fetches
+
+    @property
+    def stays(self) -> Mapping[str, frozenset[int]] | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.stays
+
+    @property
+    def timer(self) -> Any:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.timer
 
     @property
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here

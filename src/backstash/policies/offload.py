@@ -64,10 +64,11 @@ class Offload(Wrapper):
         if saved.need is Need.SHAPE:
             return action
         if isinstance(action, Recompute):
-            return replace(action, otherwise=self._moved(saved, action.otherwise), max_inputs=1)
-        return self._moved(saved, action)
+            return replace(action, otherwise=self.moved(saved, action.otherwise), max_inputs=1)
+        return self.moved(saved, action)
 
-    def _moved(self, saved: SavedTensor, action: Keep | Stash) -> Stash:
+    def moved(self, saved: SavedTensor, action: Keep | Stash) -> Stash:
+        """Returns the action that moves a value which would be held like this on the device."""
         chain = action.codecs if isinstance(action, Stash) else ()
         first = (self.codec,) if self.codec is not None and saved.need is Need.VALUE else ()
         return Stash((*first, *chain, Raw()), self.store)

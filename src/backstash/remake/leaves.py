@@ -12,6 +12,8 @@ Note: [what a recipe begins from]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,25 @@ def find_leaf(view: View, root: Value, max_depth: int, within: frozenset[str] | 
     if dtype is None:
         return None
     return Leaf(value, view.spec, view.offset) if dtype is view.spec.dtype else "its storage is seen as different types"
+
+
+def count_moved(begins_from: Iterable[Value]) -> int:
+    """Returns how many values in other stores, or that may yet be moved there, are read to make these available."""
+    seen: set[Value] = set()
+    waiting = list(begins_from)
+    moved = 0
+    while waiting:
+        value = waiting.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.state.recipe is not None:
+            waiting += value.state.recipe.leaves
+        elif value.state.form is not None:
+            moved += value.state.form.tag is not None
+        else:
+            moved += value.facts is None  # nothing is decided on it yet
+    return moved
 
 
 def guard_leaf(value: Value) -> None:

@@ -136,6 +136,8 @@ class Remaking:
         begins_from = set(recipe.leaves)
         if action.max_inputs is not None and len(begins_from) > action.max_inputs:
             return f"it would begin from {len(begins_from)} stored values"
+        if action.max_moved is not None and (moved := leaves.count_moved(begins_from)) > action.max_moved:
+            return f"it would begin from {moved} values in other stores"
         assert strongest.tensor is not None
         bounded = False
         for leaf in begins_from:

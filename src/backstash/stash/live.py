@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from backstash.stash.buffers import Buffers
@@ -70,11 +70,9 @@ class Live:
         "watcher",
     )
 
-    def __init__(
-        self, ahead: int | None = None, overwrites: bool = True, fetches: Mapping[str, tuple[str, ...]] | None = None
-    ) -> None:
+    def __init__(self, ahead: int | None = None, overwrites: bool = True) -> None:
         self.buffers = Buffers()
-        self.prefetcher = Prefetcher(ahead, fetches)
+        self.prefetcher = Prefetcher(ahead)
         self.lock = threading.RLock()
         self.overwrites = overwrites
         self.stashed_nbytes = self.needed_nbytes = 0

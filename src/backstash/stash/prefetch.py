@@ -13,6 +13,12 @@ Note: [window]
     Values that together take less than half of the largest do not count as the next one: a large one that waited for
     its small neighbours to be read would come too late.
     A value that will be read again that soon is not fetched again: its planes stay with it.
+
+Note: [out before backward]
+    Where it is planned what is asked for, it is planned as well that everything has left when backward begins, because
+    most is alive then. An accelerator's host is far ahead of the device: when the host has come to backward, most
+    copies are yet to be made, and the host may not wait for them. So the device is told to wait for the last of them at
+    this place of its queue, where they are over if the plan is right. The memory that they have read is free then.
 """
 
 from __future__ import annotations
@@ -23,18 +29,48 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from backstash.codecs.base import Encoded
 from backstash.stores import Store, Ticket
 
+if TYPE_CHECKING:
+    from backstash.policies.base import Policy
+
 WINDOW = 3
 """How many values as large as the largest one may be under way, or there and not read yet."""
 
 Tag = tuple[str, int]
 """Which value of a step it is: its key, and how many values of that key came before it."""
+
+
+class MoveTimer(Protocol):
+    """Is told of what is moved and read in a step, at the moment when it happens. It must not keep what it is told."""
+
+    def put(self, key: str, nbytes: int, store: Store) -> None:
+        """A value was moved, and the device has waited until it could be."""
+
+    def begin_backward(self) -> None:
+        """Backward begins."""
+
+    def reach(self, key: str) -> None:
+        """A node of backward reads a value, moved or not."""
+
+    def begin_read(self, key: str) -> None:
+        """The planes of a moved value are about to be read."""
+
+    def end_read(self, key: str) -> None:
+        """They are there."""
+
+
+@runtime_checkable
+class Drains(Protocol):
+    """A store that can have the device wait for what is on its way out."""
+
+    def drain(self) -> None:
+        """Has the current stream wait until all that was put has left, so that its memory is free. The host goes on."""
 
 
 class Moved(Protocol):
@@ -55,11 +91,20 @@ class Prefetcher:
         ahead: how many values may be under way, whatever their size; None: as many as fit into the window.
         fetches: which values are asked for when a value is read first, by their keys, where that is planned. Nothing is
             learned then, and nothing else is asked for.
+        stays: by the key of a value, the numbers of its reads after which it stays for the next one, where it is
+            planned what is asked for.
+        timer: is told of what is moved; None where nobody asked for that.
     """
 
-    def __init__(self, ahead: int | None = None, fetches: Mapping[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        ahead: int | None = None,
+        fetches: Mapping[str, tuple[str, ...]] | None = None,
+        stays: Mapping[str, frozenset[int]] | None = None,
+        timer: MoveTimer | None = None,
+    ) -> None:
         self.ahead = ahead
-        self.fetches = fetches
+        self.fetches, self.stays, self.timer = fetches, stays, timer
         self._order: list[Tag] = []  # as the step before read them
         self._places: dict[Tag, list[int]] = {}  # where in that order
         self._milestones: dict[str, int] = {}  # how many had been read when a value on the device was, by key
@@ -72,6 +117,7 @@ class Prefetcher:
         self._passed: dict[str, int] = {}
         self._next = 0  # in the order
         self._reached: set[str] = set()  # keys that were read, where it is planned what is fetched then
+        self._reads: defaultdict[Tag, int] = defaultdict(int)  # of what stays for another read, so far
         self._under_way: dict[Tag, int] = {}  # bytes
         self._there: dict[Tag, int] = {}  # bytes of those that have come and will be read again, and of that being read
         self._largest = 0
@@ -81,8 +127,14 @@ class Prefetcher:
         """Whether nothing was moved in this step."""
         return not self._moved
 
-    def begin_step(self) -> None:
-        """A new forward pass begins: what backward read since the last one is the order now."""
+    def begin_step(self, policy: Policy | None = None) -> None:
+        """A new forward pass begins: what backward read since the last one is the order now.
+
+        Args:
+            policy: says what is planned, if anything is; None for what was planned before.
+        """
+        if policy is not None:
+            self.fetches, self.stays, self.timer = policy.fetches, policy.stays, policy.timer
         if self._read:
             self._order, self._milestones = self._read, self._passed
             self._places = {}
@@ -91,9 +143,20 @@ class Prefetcher:
         self._begin()
 
     def begin_backward(self) -> None:
-        """Backward begins: what was read before, to prove that values can be made again, is of no order."""
+        """Backward begins: what was read before, to prove that values can be made again, is of no order.
+
+        Where it is planned what is asked for, the device waits for what is on its way (Note: [out before backward]).
+        """
         self._reached.clear()
+        self._reads.clear()
         self._read, self._passed, self._next = [], {}, 0
+        if self.fetches is not None:
+            stores = {id(moved.store): moved.store for each in self._moved.values() if (moved := each()) is not None}
+            for store in stores.values():
+                if isinstance(store, Drains):
+                    store.drain()
+        if self.timer is not None:
+            self.timer.begin_backward()
 
     def put(self, moved: Moved, key: str) -> None:
         """A value was moved."""
@@ -101,9 +164,13 @@ class Prefetcher:
         self._counts[key] += 1
         self._moved[moved.tag] = weakref.ref(moved)
         self._largest = max(self._largest, moved.ticket.nbytes)
+        if self.timer is not None:
+            self.timer.put(key, moved.ticket.nbytes, moved.store)
 
     def reach(self, key: str) -> None:
         """Backward reads a value: ask for what is planned to be fetched now."""
+        if self.timer is not None:
+            self.timer.reach(key)
         if self.fetches is None or key in self._reached:
             return
         self._reached.add(key)
@@ -116,6 +183,8 @@ class Prefetcher:
 
     def passed(self, key: str, room: int) -> None:
         """Backward reads a value that is on the device. Takes ``room`` as :meth:`advance`."""
+        if self.fetches is not None:
+            return
         self._passed.setdefault(key, len(self._read))
         self._next = max(self._next, self._milestones.get(key, 0))
         self.advance(room)
@@ -127,8 +196,7 @@ class Prefetcher:
         queue behind them. Takes ``room`` as :meth:`advance`.
         """
         if self.fetches is not None:
-            started = time.perf_counter()
-            return moved.store.get(moved.ticket), time.perf_counter() - started
+            return self._read_planned(moved)
         tag = moved.tag
         if tag is None or self._alive(tag) is not moved:  # of an older step
             tag = None
@@ -142,16 +210,34 @@ class Prefetcher:
             self._there[tag] = moved.ticket.nbytes
         again = asked and self.advance(room, moved)
         encoded, moved.planes, seconds = moved.planes, None, 0.0
+        if self.timer is not None and tag is not None:
+            self.timer.begin_read(tag[0])
         if encoded is None:
             started = time.perf_counter()
             encoded = moved.store.get(moved.ticket)
             seconds = time.perf_counter() - started
+        if self.timer is not None and tag is not None:
+            self.timer.end_read(tag[0])
         if not asked:
             again = self.advance(room, moved)
         if again:
             moved.planes = encoded
         elif tag is not None:
             del self._there[tag]
+        return encoded, seconds
+
+    def _read_planned(self, moved: Moved) -> tuple[Encoded, float]:
+        encoded, moved.planes, seconds = moved.planes, None, 0.0
+        if encoded is None:
+            started = time.perf_counter()
+            encoded = moved.store.get(moved.ticket)
+            seconds = time.perf_counter() - started
+        if self.stays and moved.tag is not None:
+            numbers = self.stays.get(moved.tag[0])
+            if numbers is not None:
+                if self._reads[moved.tag] in numbers:
+                    moved.planes = encoded
+                self._reads[moved.tag] += 1
         return encoded, seconds
 
     def advance(self, room: int, reading: Moved | None = None) -> bool:

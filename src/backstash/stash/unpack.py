@@ -64,9 +64,8 @@ def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
 def _inner(saved: Saved, live: Live) -> Tensor:
     if saved.tensor is not None and not live.prefetcher.idle:
         with live.lock:
-            if live.prefetcher.fetches is not None:
-                live.prefetcher.reach(saved.tensor.key if saved.value is None else saved.value.key)
-            elif not saved.is_moved:
+            live.prefetcher.reach(saved.tensor.key if saved.value is None else saved.value.key)
+            if not saved.is_moved:
                 live.prefetcher.passed(saved.tensor.key, live.below_peak)
     check_version(saved)
     if saved.dense is not None:

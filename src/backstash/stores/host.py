@@ -96,6 +96,24 @@ class HostStore:
         with self._lock.held:
             return self._holdings.usage()
 
+    @property
+    def in_flight(self) -> int:
+        """Bytes of the accelerator's memory that may wait for the end of their copy. It may be set at any time."""
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, nbytes: int) -> None:
+        with self._lock.held:
+            self._in_flight = nbytes
+            for lane in self._lanes.values():
+                lane.in_flight = nbytes
+
+    def drain(self) -> None:
+        """Has the current stream wait for the copies so far, whose memory is free from then on. The host goes on."""
+        with self._lock.held:
+            for lane in self._lanes.values():
+                lane.drain()
+
     def settle(self) -> None:
         """Has the current stream wait for all copies. A graph that moves values begins after it."""
         with self._lock.held:
@@ -234,6 +252,14 @@ class _Lane:
             return
         for place in value.places.values():
             place.free()
+
+    def drain(self) -> None:
+        """Has the current stream wait for all copies that are under way, and lets go of their memory."""
+        current = torch.accelerator.current_stream(self.device)
+        for event, _, _ in self.flying:
+            current.wait_event(event)
+        self.flying.clear()
+        self.nbytes = 0
 
     def join(self) -> None:
         """Has the current stream wait for all copies. What they read and wrote need not be held for them any more."""

@@ -28,6 +28,7 @@ from backstash.arguments import is_path
 from backstash.codecs import Raw
 from backstash.errors import PlanError, StoreError
 from backstash.planning.model.plan import STAGING, open_store
+from backstash.planning.model.queues import Direction
 from backstash.stores import DiskStore, Store, Ticket
 
 SMALLEST = 256 << 10
@@ -87,6 +88,15 @@ class Link:
         waits = max(0, nbytes - STAGING) if self.store == "disk" else 0  # there is no room for them beside the step
         hidden_at_best = self.out.exposed(nbytes - waits, beside)
         return self.hand_over.seconds(nbytes) + waits * self.out.seconds_per_byte + hidden_at_best
+
+    def directions(self) -> tuple[Direction, Direction]:
+        """Returns the way out and the way back, as the simulation of planning/model/queues.py takes them.
+
+        What is handed over while the step waits slows the step down as what is not hidden does.
+        """
+        handed = self.hand_over.seconds_per_byte / self.out.seconds_per_byte if self.out.seconds_per_byte else 0.0
+        out = Direction(self.out.latency, self.out.seconds_per_byte, 1.0 - self.out.hidden + handed)
+        return out, Direction(self.back.latency, self.back.seconds_per_byte, 1.0 - self.back.hidden)
 
     def seconds_back(self, nbytes: int, beside: float) -> float:
         """Returns the time that it adds to bring a value back that was asked for ``beside`` seconds before."""
@@ -156,6 +166,21 @@ def _measured(device: str, directory: str, threads: int) -> Link:
             f"offloading was asked for, but the speed of {directory or name} could not be measured: {error} Name "
             f"another folder by bs.profile(..., offload_to=...) or --offload-to, or leave 'offload' out."
         ) from error
+
+
+def of_speed(bytes_per_second: float, latency: float = 0.0, store: str = "host") -> Link:
+    """Returns a link that is as fast in each direction, and slows nothing down.
+
+    Raises:
+        PlanError: a number is out of its range.
+    """
+    if not bytes_per_second > 0 or not latency >= 0:
+        raise PlanError(
+            f"a link was asked for of {bytes_per_second} bytes per second and {latency} seconds of latency, but it "
+            f"takes more than none, and 0 or more."
+        )
+    way = Speed(latency, 1.0 / bytes_per_second, 1.0)
+    return Link(store, "", Speed(0.0, 0.0, 1.0), way, way)
 
 
 class _Measurement:

@@ -54,7 +54,8 @@ class Choice:
 
     Attributes:
         name: ``"keep"``, ``"recompute"``, ``"offload"``, or the id of a codec such as ``"zvc"``. Where a value is moved
-            in a form for dense values (see rounding.DENSE), ``"offload exponents"``.
+            in a form for dense values (see rounding.DENSE), ``"offload exponents"``; with ``" in turn"`` behind it
+            where it comes back when no other value does.
         kind: what the executor does: hold the value dense, encode it on the device, remake it, or move it to a store.
         held_nbytes: bytes of device memory that are held from the value's birth through its last need. A value that is
             kept holds its own bytes; one that is remade or moved as a whole holds none.

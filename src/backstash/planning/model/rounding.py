@@ -103,6 +103,10 @@ def _parsed(name: str) -> Codec | None:
     return None
 
 
+IN_TURN = " in turn"
+"""The end of the name of a choice by which a value comes back when no other does, if another one asks for it sooner."""
+
+
 def moved_name(codec: str) -> str:
     """Returns the name of the choice to move what the codec of that name makes of a value; "" for no codec of DENSE.
 
@@ -117,10 +121,11 @@ def moved_as(name: str) -> tuple[Codec, ...] | None:
     """Returns the codecs that a choice of that name to move a value asks first; None if there is no such choice.
 
     Example:
-        >>> moved_as("offload"), moved_as("offload upcast"), moved_as("offload szp")
-        ((), (Upcast(values=None),), None)
+        >>> moved_as("offload"), moved_as("offload upcast"), moved_as("offload in turn"), moved_as("offload szp")
+        ((), (Upcast(values=None),), (), None)
     """
-    return {moved_name(""): (), **{moved_name(label(codec)): (codec,) for codec in DENSE}}.get(name)
+    known = {moved_name(""): (), **{moved_name(label(codec)): (codec,) for codec in DENSE}}
+    return known.get(name.removesuffix(IN_TURN))
 
 
 def is_named(word: str, name: str) -> bool:
