@@ -87,6 +87,8 @@ class Policy(ABC):
             those that are asked for when backward reads it first. None to learn the order in the first step.
         stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
             that name.
+        calls: names of the calls by which values are made again (see CallPlace): no others are noted and proven. None
+            for whichever the first steps show to be needed.
         rewriting: None, or a function of the model that a Session was given, if any. It returns what begins a rewrite
             of the model; a Session does that when it is entered, and leaves the rewrite when it is left.
 
@@ -107,6 +109,7 @@ class Policy(ABC):
     cycles: int | None = None
     fetches: Mapping[str, tuple[str, ...]] | None = None
     stores: Mapping[str, Callable[[], Any]] | None = None
+    calls: frozenset[str] | None = None
     rewriting: Rewriting | None = None
 
     def __init_subclass__(cls) -> None:
@@ -261,6 +264,11 @@ class Wrapper(Policy):
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.stores
+
+    @property
+    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.calls
 
     @property
     def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here

@@ -161,11 +161,13 @@ class CallPlace:
         pattern: what the latest call was like (Note: [patterns of calls]); None where that is not known.
         passes: in how many passes it was noted.
         latest: the number of the latest of these.
+        name: of the place, the same in every process.
     """
 
-    __slots__ = ("is_used", "latest", "passes", "pattern")
+    __slots__ = ("is_used", "latest", "name", "passes", "pattern")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.is_used, self.passes, self.latest = False, 0, -1
         self.pattern: Pattern | None = None
 

@@ -9,6 +9,11 @@ Note: [calls that count]
 
     All that a recipe can lack by that is a call, and then its value is stored in another way. So bits never depend on
     it, and bytes only in a pass that differs from those before: after such a pass every call is noted anew.
+
+Note: [calls of a plan]
+    To prove a call takes memory: its result once more. A plan says which calls its recipes make, so that others are
+    neither noted nor proven, not even in the first pass. If a recipe lacks one, the pass is another one than was
+    planned, and all calls are noted.
 """
 
 from __future__ import annotations
@@ -40,9 +45,22 @@ class Noting:
             them were copied together (Note: [copied together] in contents.py), by their ids.
     """
 
-    __slots__ = ("_failing", "_has_skipped", "_has_used", "_limit", "_places", "_surprises", "copied", "passes")
+    __slots__ = (
+        "_expected",
+        "_failing",
+        "_has_skipped",
+        "_has_used",
+        "_limit",
+        "_places",
+        "_surprises",
+        "_unexpected",
+        "copied",
+        "passes",
+    )
 
     def __init__(self) -> None:
+        self._expected: frozenset[str] | None = None
+        self._unexpected: set[tuple[str, object, int]] = set()
         self._places: dict[tuple[str, object, int], CallPlace] = {}
         self._limit = Limit(MANY_PLACES, MOST_PLACES)
         self.passes = 0
@@ -51,6 +69,11 @@ class Noting:
         self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
         self._surprises = 0
         self._failing: dict[str, str] = {}  # why values have no recipe although all calls were noted, by their keys
+
+    def expect(self, names: frozenset[str] | None) -> None:
+        """Only these calls have to be noted, by the names of their places (Note: [calls of a plan]); None for all."""
+        if not self.passes and not self._places and not self._surprises:
+            self._expected = names
 
     def end_pass(self) -> None:
         """A forward pass is over."""
@@ -66,11 +89,19 @@ class Noting:
             number: how many calls of it there were before, in this call of the module.
         """
         index = label, function, number
+        if index in self._unexpected:
+            self._has_skipped = True
+            return None
         place = self._places.get(index)
         if place is None:
+            name = f"{label} {getattr(function, '__name__', type(function).__name__)} {number}"
+            if self._expected is not None and name not in self._expected:
+                self._unexpected.add(index)
+                self._has_skipped = True
+                return None
             if self._limit.is_reached(len(self._places), self.passes):
                 self._forget()
-            place = self._places[index] = CallPlace()
+            place = self._places[index] = CallPlace(name)
         elif place.is_used:
             return place
         elif place.passes >= PASSES and place.latest != self.passes and self._may_skip():
@@ -109,6 +140,8 @@ class Noting:
         return self._has_used and self._surprises < MOST_SURPRISES
 
     def _forget(self) -> None:
+        self._expected = None
+        self._unexpected.clear()
         self._places.clear()
         self._failing.clear()
         self._has_skipped = False

@@ -467,19 +467,16 @@ class Budgeted(Following):
         nbytes = max(1, budget - largest.margin)
         while not planner.has_found(nbytes) and next(planner.search(), self) is not self:
             pass  # a step that is larger than those before may need what none of these did
-        plan = planner.plan_so_far(nbytes)
-        proof = plan.proof_nbytes
-        if plan.peak_nbytes + proof > budget:
-            plan = planner.plan_so_far(max(1, nbytes - proof))
+        plan, first_nbytes = planner.first_plan(nbytes)
         bucket.planner, bucket.is_predicted, bucket.margin = planner, True, largest.margin
         bucket.found = Within(
             budget_nbytes=budget,
             plain_nbytes=planner.profile.plain_peak_nbytes,
-            planned_nbytes=plan.peak_nbytes,
+            planned_nbytes=first_nbytes,
             plain_seconds=planner.profile.seconds,
             plans=1,
             plan=plan,
-            trouble="" if plan.peak_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",
+            trouble="" if first_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",
         )
         policy = self.guarded(bucket, plan, max(budget, plan.budget))
         bucket.plan = plan
