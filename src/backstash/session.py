@@ -361,7 +361,6 @@ class Session:
         if not self._is_bound:
             self._is_bound = True
             self._names.learned = learned.learned_of(module, self._settings)
-            self._names.learned.noting.expect(self.policy.calls)
             self._use_learned_size()
         if torch.is_grad_enabled() and not in_backward():
             is_dropped = self._replaying is not None and self._replaying.is_dropped

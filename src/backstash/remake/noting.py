@@ -39,6 +39,9 @@ MOST_SURPRISES = 8
 class Noting:
     """What is known of the calls of one model under one policy.
 
+    Args:
+        expected: names of the places of the only calls that have to be noted (Note: [calls of a plan]); None for all.
+
     Attributes:
         passes: how many forward passes are over.
         copied: parameters and buffers of an accelerator that were copied for recipes since the last time that all of
@@ -58,8 +61,8 @@ class Noting:
         "passes",
     )
 
-    def __init__(self) -> None:
-        self._expected: frozenset[str] | None = None
+    def __init__(self, expected: frozenset[str] | None = None) -> None:
+        self._expected = expected
         self._unexpected: set[tuple[str, object, int]] = set()
         self._places: dict[tuple[str, object, int], CallPlace] = {}
         self._limit = Limit(MANY_PLACES, MOST_PLACES)
@@ -69,11 +72,6 @@ class Noting:
         self._has_used = False  # else there is no policy that makes anything again, but one that asks whether it could
         self._surprises = 0
         self._failing: dict[str, str] = {}  # why values have no recipe although all calls were noted, by their keys
-
-    def expect(self, names: frozenset[str] | None) -> None:
-        """Only these calls have to be noted, by the names of their places (Note: [calls of a plan]); None for all."""
-        if not self.passes and not self._places and not self._surprises:
-            self._expected = names
 
     def end_pass(self) -> None:
         """A forward pass is over."""

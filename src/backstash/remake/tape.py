@@ -37,6 +37,7 @@ class CallTape:
         parameters: tells the storages of parameters and buffers.
         min_nbytes: what is smaller is copied where a call reads it.
         remakes_anything: whether costly calls are noted too.
+        calls: names of the only ones that are (Note: [calls of a plan] in noting.py); None for all.
 
     Attributes:
         contents: of the storages that calls have read or filled.
@@ -56,11 +57,19 @@ class CallTape:
     )
 
     def __init__(
-        self, names: Names, pending: Pending, parameters: ParameterStorages, min_nbytes: int, remakes_anything: bool
+        self,
+        names: Names,
+        pending: Pending,
+        parameters: ParameterStorages,
+        min_nbytes: int,
+        remakes_anything: bool,
+        calls: frozenset[str] | None = None,
     ) -> None:
         self._names, self._pending = names, pending
         self.leaning, self.contents = Leaning(), Contents(min_nbytes, parameters)
-        self.noting = partial(_noting, names)  # bound to the tape it would be a cycle, in which the Session stays alive
+        self.noting = partial(
+            _noting, names, calls
+        )  # bound to the tape it would be a cycle, in which the Session stays alive
         self.contents.copied, self.contents.noting = self.leaning.expect, self.noting
         self.contents.remakes_anything = remakes_anything
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
@@ -198,10 +207,10 @@ class CallTape:
         self.contents.clear()
 
 
-def _noting(names: Names) -> Noting:
+def _noting(names: Names, calls: frozenset[str] | None) -> Noting:
     """What is known of the calls of the model whose names these are."""
     learned = names.learned
     if learned.noting is None:
-        learned.noting = Noting()
+        learned.noting = Noting(calls)
     noting: Noting = learned.noting
     return noting
