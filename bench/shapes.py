@@ -1,10 +1,10 @@
 """Plans of lengths that were never profiled, beside their steps: ``python -m bench.shapes [--lengths N]``.
 
-Three or four lengths of each program are profiled. Then a plan is made at once for each of some random lengths, at
-random budgets between the least peak and the plain one, and a step runs under it, whose bytes are counted. Reported is
-how many steps passed the budget, how far predictions lie above what was reached, and, for some lengths, the time of the
-plan beside that of a plan from a profile of its own, both by the times of that profile. Bytes are exact on a loaded
-machine.
+Three or four lengths of each program are profiled. Then plans are made at once for each of some random lengths: one for
+its first step, in which calls are proven, and one for the steps after it. Budgets are drawn between the least for which
+there is a first step and the plain peak. Steps run under the plans, and their bytes are counted. Reported is how many
+steps passed the budget, how far predictions lie above what was reached, and, for some lengths, the time of the plan
+beside that of a plan from a profile of its own, both by the times of that profile. Bytes are exact on a loaded machine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from backstash.planning.model.peak import PeakModel
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.model.shapes import ShapeFamily
-from backstash.planning.search.planner import Planner
+from backstash.planning.search.planner import ROUNDING, Planner
 from backstash.report.meter import CountedPeak
 from bench.results import Results
 from bench.rounds import table
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON's layout."""
 
 Step = Callable[[], object]
@@ -168,9 +168,10 @@ class Row:
         name: the program.
         values: how many values are planned.
         lengths: how many lengths were drawn, and for how many there was a plan.
-        off: what a plan of a profiled length has reached at most, over its predicted peak; plans leave as much room.
-        above: steps that passed the budget, and first steps of a length, under a plan with room for proofs, that did.
-        room: what was reached below the predicted peak, as a share of it: the least, the median and the most.
+        above: first steps of a length that passed the budget, and later ones that did.
+        least: the least peak of a first step over that of later ones, the median.
+        first_room: what first steps reached below the predicted peak, as a share of it: least, median and most.
+        room: the same of later steps.
         slower: the plan's time over that of a plan of its own, by the times of a profile of its own: median and most.
         milliseconds: time of the processor to make a plan, the median.
     """
@@ -178,8 +179,9 @@ class Row:
     name: str
     values: int
     lengths: tuple[int, int]
-    off: float
     above: tuple[int, int]
+    least: float
+    first_room: tuple[float, float, float]
     room: tuple[float, float, float]
     slower: tuple[float, float]
     milliseconds: float
@@ -205,8 +207,8 @@ def measure(name: str, lengths: int, owned: int, seed: int = 0) -> Row:
         [program.sizes(length) for length in program.profiled], [planner.profile for planner in planners]
     )
     program.step(program.profiled[0])()  # from now on gradients are there
-    off = max(_off_by(program, length, planner) for length, planner in zip(program.profiled, planners, strict=True))
-    rooms, slower, times, above, first_above, planned = [], [], [], 0, 0, 0
+    rooms: tuple[list[float], list[float]] = ([], [])
+    least, slower, times, above, planned = [], [], [], [0, 0], 0
     for number in range(lengths):
         length = draw.choice(program.drawn)
         began = time.process_time()
@@ -214,34 +216,27 @@ def measure(name: str, lengths: int, owned: int, seed: int = 0) -> Row:
         if predicted is None:
             continue
         planner = Planner(predicted, others=planners)
-        low, plain = planner.known_solutions[0].peak_nbytes, predicted.plain_peak_nbytes
+        low, plain = planner.least_first_nbytes, predicted.plain_peak_nbytes
         budget = int(low + draw.uniform(0.0, 0.95) * (plain - low))
-        plan = planner.plan_so_far(int(budget / off))
-        first_plan = planner.plan_so_far(max(1, int(budget / off) - plan.proof_nbytes))
+        first_plan, first_nbytes = planner.first_plan(budget)
+        plan = planner.plan_so_far(budget - ROUNDING)
         times.append(time.process_time() - began)
         planned += 1
+        least.append(low / planner.known_solutions[0].peak_nbytes)
         first = _reached(program, length, first_plan)
-        _reached(program, length, plan)  # proves what only this plan does
+        if plan.decisions != first_plan.decisions:
+            _reached(program, length, plan)  # proves what only this plan does
         reached = _reached(program, length, plan)
-        above += reached > budget
-        first_above += first > budget
-        rooms.append(1 - reached / (off * plan.peak_nbytes))
+        above[0] += first > budget
+        above[1] += reached > budget
+        rooms[0].append(1 - first / first_nbytes)
+        rooms[1].append(1 - reached / (plan.peak_nbytes + ROUNDING))
         if number < owned:
             slower.append(_slower(bs.profile(program.step(length), program.model), plan))
-    spread = min(rooms, default=0.0), median(rooms or [0.0]), max(rooms, default=0.0)
+    first_room, room = ((min(each), median(each), max(each)) for each in (found or [0.0] for found in rooms))
     found = median(slower or [1.0]), max(slower, default=1.0)
-    counts = (lengths, planned), off, (above, first_above)
-    return Row(name, len(profiles[-1].values), *counts, spread, found, 1000 * median(times or [0.0]))
-
-
-def _off_by(program: Program, length: int, planner: Planner) -> float:
-    """How far plans of a profiled length pass their predicted peaks, at most, as a factor: what a loop counts once."""
-    low, plain = planner.solutions[0].peak_nbytes, planner.profile.plain_peak_nbytes
-    found = [1.0]
-    for share in (0.1, 0.4, 0.8):
-        plan = planner.at_most(int(low + share * (plain - low)))
-        found.append([_reached(program, length, plan) for _ in range(2)][-1] / plan.peak_nbytes)
-    return max(found)
+    counts = (lengths, planned), (above[0], above[1]), median(least or [1.0])
+    return Row(name, len(profiles[-1].values), *counts, first_room, room, found, 1000 * median(times or [0.0]))
 
 
 def _reached(program: Program, length: int, plan: Plan) -> int:
@@ -270,9 +265,10 @@ def rows(found: Sequence[Row]) -> list[tuple[str, ...]]:
             each.name,
             str(each.values),
             f"{each.lengths[1]} of {each.lengths[0]}",
-            f"{each.off:.3f}",
             str(each.above[0]),
             str(each.above[1]),
+            f"{each.least:.2f}",
+            " / ".join(f"{share:.1%}" for share in each.first_room),
             " / ".join(f"{share:.1%}" for share in each.room),
             " / ".join(f"{share:.3f}" for share in each.slower),
             f"{each.milliseconds:.0f}",
@@ -285,10 +281,11 @@ HEADER = (
     "program",
     "values",
     "planned",
-    "off",
-    "above",
     "first above",
-    "room least / median / most",
+    "later above",
+    "least, first / later",
+    "first room, least / median / most",
+    "room",
     "time / own",
     "CPU ms",
 )

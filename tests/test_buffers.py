@@ -221,3 +221,14 @@ def test_what_nobody_reads_is_overwritten_first() -> None:
     del leaf, other
     fill(pool, form(), 3)
     assert held(pool, awaited) is not None
+
+
+def test_where_bytes_are_planned_nothing_waits_for_the_next_layer() -> None:
+    pool, decoded = Buffers(), form()
+    pool.is_planned = True
+    whole = take(pool, decoded)
+    assert whole.shape == decoded.spec.shape and pool.nbytes == 0
+    pool.filled(decoded, whole)
+    assert held(pool, decoded) is None
+    pool.adopt(torch.empty(LARGE))
+    assert pool.nbytes == 0

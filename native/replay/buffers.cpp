@@ -26,6 +26,13 @@ at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
     const int64_t itemsize = static_cast<int64_t>(c10::elementSize(dtype));
     const int64_t nbytes = layout.nbytes / static_cast<int64_t>(c10::elementSize(layout.dtype)) * itemsize;
     if (!layout.device.is_cpu() || nbytes < SMALLEST) return at::empty_strided(layout.sizes, layout.strides, options);
+    if (is_planned) {
+        at::Tensor memory = at::empty({nbytes}, at::kByte);
+        if (nbytes >= HUGE_FROM && kernels.advise_huge != nullptr) kernels.advise_huge(memory.data_ptr(), nbytes);
+        at::Tensor made = at::empty({0}, options);
+        made.set_(memory.storage(), 0, layout.sizes, layout.strides);
+        return made;
+    }
     Buffer* best = nullptr;
     for (Buffer& each : buffers_) {
         if (each.nbytes() < nbytes || !each.is_free()) continue;
@@ -86,7 +93,7 @@ void Buffers::release(const Slot& owner) {
 
 void Buffers::adopt(const at::Tensor& dead) {
     const int64_t nbytes = static_cast<int64_t>(dead.storage().nbytes());
-    if (!dead.is_cpu() || nbytes < SMALLEST) return;
+    if (!dead.is_cpu() || nbytes < SMALLEST || is_planned) return;
     for (const Buffer& each : buffers_)
         if (each.nbytes() >= nbytes || storage_of(each.memory) == storage_of(dead)) return;
     clear();

@@ -87,6 +87,7 @@ PyObject* replayer_new(PyTypeObject* type, PyObject*, PyObject* kwargs) {
     BACKSTASH_CALLBACKS(BACKSTASH_TAKE)
 #undef BACKSTASH_TAKE
     replayer.session->lock = taken("lock");
+    replayer.session->buffers.is_planned = taken("is_planned").get() == Py_True;
     return Py_NewRef(made);
     END_HANDLE_TH_ERRORS
 }

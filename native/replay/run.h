@@ -112,6 +112,7 @@ public:
     void shrink(int64_t keeps = 0);
     void clear();
     bool is_empty() const { return buffers_.empty(); }
+    bool is_planned = false;  // as in stash/buffers.py
     int64_t nbytes() const;
 
 private:

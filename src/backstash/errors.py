@@ -98,6 +98,25 @@ class BudgetError(PlanError):
         self.plan = plan
 
 
+class BatchTooLargeError(BudgetError, RuntimeError):
+    """No plan fits the steps of a running loop, as :class:`BudgetError`; a smaller batch may fit.
+
+    Programs that look for the largest batch, as accelerate's ``find_executable_batch_size`` and Lightning's
+    ``BatchSizeFinder``, know a failed allocation by the words of its error. This one has these words, so they try the
+    next batch.
+
+    Args:
+        error: what was found for the budget.
+    """
+
+    def __init__(self, error: BudgetError) -> None:
+        message = (
+            f"{error} (A program that looks for a batch which fits reads this as 'CUDA out of memory.' or as "
+            f'"DefaultCPUAllocator: can\'t allocate memory".)'
+        )
+        super().__init__(message, error.smallest_nbytes, error.seconds, error.plan)
+
+
 class AllocatorError(BackstashError, ValueError):
     """An allocator was asked for that is not installed, or is no shared library."""
 

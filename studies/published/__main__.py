@@ -60,6 +60,8 @@ _ABOUT = {
     "plan-times": "what plans take to make, and what they keep: `python -m studies.plan_times`",
     "plan-times-before": "the same before the search ran in C++: `python -m studies.plan_times`",
     "planner": "greedy plans beside exact ones, and time of the search: `python -m bench.planner`",
+    "shapes": "plans of lengths that were never run, of language models: `python -m bench.shapes`",
+    "shapes-images": "the same of networks for images: `python -m bench.shapes U-Net detector`",
     "steps": "times of steps, plain and under a policy: `backstash bench run`",
     "steptime": "times of steps of full networks under a Session: `backstash bench steptime`",
     "sz": "ratio and speed of the error-bounded coder, beside others: `backstash bench sz_table`",

@@ -458,6 +458,31 @@ def plans() -> str:
     return f"{about} {machine_line(_PLANS)}\n\n{table(header, rows)}"
 
 
+def shapes() -> str:
+    """First and later steps of random lengths under plans of shapes that were never run."""
+    rows = []
+    for kind in ("shapes-cpu", "shapes-images-cpu"):
+        for row in load(kind)["programs"]:
+            drawn, planned = row["lengths"]
+            rooms = [" / ".join(f"{share:.0%}" for share in row[name]) for name in ("first_room", "room")]
+            first, later = row["above"]
+            slower = " / ".join(f"{times:.2f}" for times in row["slower"])
+            counts = f"{planned} of {drawn}", f"{first}", f"{later}", f"{row['least']:.2f}"
+            rows.append((row["name"], *counts, *rooms, slower, f"{row['milliseconds']:.0f}"))
+    header = (
+        "program",
+        "planned",
+        "first above",
+        "later above",
+        "least, first / later",
+        "first below predicted",
+        "later below predicted",
+        "time / own",
+        "ms to plan",
+    )
+    return f"{machine_line('shapes-cpu')}\n\n{table(header, rows)}"
+
+
 _PLAN_TIMES = {"before": "plan-times-before-cpu", "after": "plan-times-cpu"}
 
 
@@ -603,6 +628,7 @@ TABLES = {
     "allocators": allocators,
     "plans": plans,
     "plan-times": plan_times,
+    "shapes": shapes,
     "frontier": frontier,
     "headline": headline,
     "picture": image,

@@ -3,7 +3,9 @@
 Lightning's strategy enters ``precision_plugin.train_step_context()`` around each training step, and other methods of
 the plugin around validation, test and prediction. So a callback that wraps this one method treats training alone. The
 backward pass of automatic optimisation runs after the step, that of manual optimisation inside it; a Session serves
-either. For Fabric, whose loop is the program's own, there is ``backstash.wrap(fabric.setup(model))``.
+either. With a budget another method is wrapped, ``convert_input()``, which is called with each batch between two steps,
+also while a ``BatchSizeFinder`` tries batches and calls no callback. For Fabric, whose loop is the program's own, there
+is ``backstash.wrap(fabric.setup(model))``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from backstash.session import Session
 from backstash.stash.ledger import Report
 
 _METHOD = "train_step_context"
+_BETWEEN = "convert_input"
 
 
 class BackstashCallback(Callback):  # type: ignore[misc]
@@ -66,11 +69,12 @@ class BackstashCallback(Callback):  # type: ignore[misc]
         )  # so that wrong arguments raise here and not in fit
         self._plugin: Any = None
         self._batch: Any = None  # that of the step in progress
-        self._had: Any = None  # the plugin's own attribute, where the program has replaced the method itself
+        self._had: Any = None  # the plugin's own attributes, where the program has replaced the methods itself
+        self._had_input: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For the processes that a strategy starts: each makes a Session of its own."""
-        return self.__dict__ | {"session": None, "_plugin": None, "_had": None, "_batch": None}
+        return self.__dict__ | {"session": None, "_plugin": None, "_had": None, "_had_input": None, "_batch": None}
 
     def report(self) -> Report:
         """The accounts of the last training step.
@@ -100,7 +104,7 @@ class BackstashCallback(Callback):  # type: ignore[misc]
             with original():
                 if not is_training(pl_module):
                     yield
-                elif isinstance(session, Budgeted):
+                elif isinstance(session, Budgeted) and self._batch is not None:
                     with session.window(pl_module, self._batch):
                         yield
                 else:
@@ -108,12 +112,16 @@ class BackstashCallback(Callback):  # type: ignore[misc]
                         yield
 
         setattr(plugin, _METHOD, train_step_context)
+        if isinstance(session, Budgeted):
+            self._had_input = plugin.__dict__.get(_BETWEEN)
+            convert_input = getattr(plugin, _BETWEEN)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Notes the batch, by whose shapes a step is known, and lets a budget measure between two steps."""
-        if isinstance(self.session, Budgeted):
-            self._batch = batch
-            self.session.between_steps()
+            def between_steps(batch: Any) -> Any:
+                self._batch = batch
+                session.between_steps()
+                return convert_input(batch)
+
+            setattr(plugin, _BETWEEN, between_steps)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -144,11 +152,12 @@ class BackstashCallback(Callback):  # type: ignore[misc]
             self.session.close()
         if self._plugin is None:
             return
-        if self._had is None:
-            self._plugin.__dict__.pop(_METHOD, None)
-        else:
-            setattr(self._plugin, _METHOD, self._had)
-        self._plugin = self._had = None
+        for method, had in ((_METHOD, self._had), (_BETWEEN, self._had_input)):
+            if had is not None:
+                setattr(self._plugin, method, had)
+            else:
+                self._plugin.__dict__.pop(method, None)
+        self._plugin = self._had = self._had_input = None
 
     def _new_session(self) -> Session | Budgeted:
         policy, budget, options = self._arguments

@@ -107,6 +107,12 @@ class Adapted(Policy):
         return stores
 
     @property
+    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        calls: frozenset[str] | None = self._own("calls", Policy.calls)
+        return calls
+
+    @property
     def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         found: Rewriting | None = self._own("rewriting", Policy.rewriting)

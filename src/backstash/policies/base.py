@@ -91,6 +91,8 @@ class Policy(ABC):
             for when a step begins, as ``fetches`` and ``stays`` are.
         stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
             that name.
+        calls: names of the calls by which values are made again (see CallPlace): no others are noted and proven. None
+            for whichever the first steps show to be needed.
         rewriting: None, or a function of the model that a Session was given, if any. It returns what begins a rewrite
             of the model; a Session does that when it is entered, and leaves the rewrite when it is left.
 
@@ -113,6 +115,7 @@ class Policy(ABC):
     stays: Mapping[str, frozenset[int]] | None = None
     timer: Any = None
     stores: Mapping[str, Callable[[], Any]] | None = None
+    calls: frozenset[str] | None = None
     rewriting: Rewriting | None = None
 
     def __init_subclass__(cls) -> None:
@@ -277,6 +280,11 @@ class Wrapper(Policy):
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.stores
+
+    @property
+    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.calls
 
     @property
     def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here

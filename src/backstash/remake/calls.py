@@ -163,11 +163,13 @@ class CallPlace:
         latest: the number of the latest of these.
         casts: of a conversion inside of a function, which argument of which looks was compared, and whether the bits of
             its conversion were those that were saved.
+        name: of the place, the same in every process.
     """
 
-    __slots__ = ("casts", "is_used", "latest", "passes", "pattern")
+    __slots__ = ("casts", "is_used", "latest", "name", "passes", "pattern")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.is_used, self.passes, self.latest = False, 0, -1
         self.pattern: Pattern | None = None
         self.casts: dict[object, bool] | None = None

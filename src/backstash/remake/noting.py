@@ -9,6 +9,11 @@ Note: [calls that count]
 
     All that a recipe can lack by that is a call, and then its value is stored in another way. So bits never depend on
     it, and bytes only in a pass that differs from those before: after such a pass every call is noted anew.
+
+Note: [calls of a plan]
+    To prove a call takes memory: its result once more. A plan says which calls its recipes make, so that others are
+    neither noted nor proven, not even in the first pass. If a recipe lacks one, the pass is another one than was
+    planned, and all calls are noted.
 """
 
 from __future__ import annotations
@@ -34,15 +39,31 @@ MOST_SURPRISES = 8
 class Noting:
     """What is known of the calls of one model under one policy.
 
+    Args:
+        expected: names of the places of the only calls that have to be noted (Note: [calls of a plan]); None for all.
+
     Attributes:
         passes: how many forward passes are over.
         copied: parameters and buffers of an accelerator that were copied for recipes since the last time that all of
             them were copied together (Note: [copied together] in contents.py), by their ids.
     """
 
-    __slots__ = ("_failing", "_has_skipped", "_has_used", "_limit", "_places", "_surprises", "copied", "passes")
+    __slots__ = (
+        "_expected",
+        "_failing",
+        "_has_skipped",
+        "_has_used",
+        "_limit",
+        "_places",
+        "_surprises",
+        "_unexpected",
+        "copied",
+        "passes",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, expected: frozenset[str] | None = None) -> None:
+        self._expected = expected
+        self._unexpected: set[tuple[str, object, int]] = set()
         self._places: dict[tuple[str, object, int], CallPlace] = {}
         self._limit = Limit(MANY_PLACES, MOST_PLACES)
         self.passes = 0
@@ -62,15 +83,24 @@ class Noting:
 
         Args:
             label: of the call of the module that runs.
-            function: the function that is called.
+            function: the function that is called; or what is done inside of one, in words.
             number: how many calls of it there were before, in this call of the module.
         """
         index = label, function, number
+        if index in self._unexpected:
+            self._has_skipped = True
+            return None
         place = self._places.get(index)
         if place is None:
+            called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+            name = f"{label} {called} {number}"
+            if self._expected is not None and name not in self._expected:
+                self._unexpected.add(index)
+                self._has_skipped = True
+                return None
             if self._limit.is_reached(len(self._places), self.passes):
                 self._forget()
-            place = self._places[index] = CallPlace()
+            place = self._places[index] = CallPlace(name)
         elif place.is_used:
             return place
         elif place.passes >= PASSES and place.latest != self.passes and self._may_skip():
@@ -109,6 +139,8 @@ class Noting:
         return self._has_used and self._surprises < MOST_SURPRISES
 
     def _forget(self) -> None:
+        self._expected = None
+        self._unexpected.clear()
         self._places.clear()
         self._failing.clear()
         self._has_skipped = False

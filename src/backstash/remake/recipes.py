@@ -162,6 +162,17 @@ class Recipe:
             return repeat(call, OVERWRITES[call.name], tensors)
         return repeat(call, call.function, tensors)
 
+    def places(self) -> frozenset[str]:
+        """Names of the places of its calls (Note: [calls of a plan] in noting.py); none where one is not known."""
+        inner = [given[0].places() for given in self.inputs if isinstance(given, tuple)]
+        if self.call.place is None or not all(inner):
+            return frozenset()
+        return frozenset((self.call.place.name,)).union(*inner)
+
+    def has_in_place(self) -> bool:
+        """Whether one of its calls has worked in place, which is proven on copies."""
+        return self.call.in_place or any(given[0].has_in_place() for given in self.inputs if isinstance(given, tuple))
+
     def unfused(self) -> Recipe:
         """The same calls, each on its own."""
         inputs = tuple((given[0].unfused(), given[1]) if isinstance(given, tuple) else given for given in self.inputs)

@@ -79,7 +79,7 @@ class Remaking:
         full: bool,
     ) -> None:
         self._policy = policy
-        self.tape = CallTape(names, pending, parameters, min_nbytes, bool(policy.remakes_anything))
+        self.tape = CallTape(names, pending, parameters, min_nbytes, bool(policy.remakes_anything), policy.calls)
         self._live = live
         self._full = full
         self._pending = pending

@@ -20,6 +20,7 @@ from backstash.remake.calls import CallPlace, Group, tensors_in
 from backstash.remake.contents import Contents, Inside
 from backstash.remake.leaning import Leaning
 from backstash.remake.noting import Noting
+from backstash.repeatable import function_name
 from backstash.saved import PLAIN, TensorSpec
 from backstash.stash import wrapped
 from backstash.stash.parameters import ParameterStorages
@@ -40,6 +41,7 @@ class CallTape:
         parameters: tells the storages of parameters and buffers.
         min_nbytes: what is smaller is copied where a call reads it.
         remakes_anything: whether costly calls are noted too.
+        calls: names of the only ones that are (Note: [calls of a plan] in noting.py); None for all.
 
     Attributes:
         contents: of the storages that calls have read or filled.
@@ -59,11 +61,18 @@ class CallTape:
     )
 
     def __init__(
-        self, names: Names, pending: Pending, parameters: ParameterStorages, min_nbytes: int, remakes_anything: bool
+        self,
+        names: Names,
+        pending: Pending,
+        parameters: ParameterStorages,
+        min_nbytes: int,
+        remakes_anything: bool,
+        calls: frozenset[str] | None = None,
     ) -> None:
         self._names, self._pending = names, pending
         self.leaning, self.contents = Leaning(), Contents(min_nbytes, parameters)
-        self.noting = partial(_noting, names)  # bound to the tape it would be a cycle, in which the Session stays alive
+        # Bound to the tape it would be a cycle, in which the Session stays alive.
+        self.noting = partial(_noting, names, calls)
         self.contents.copied, self.contents.noting = self.leaning.expect, self.noting
         self.contents.remakes_anything = remakes_anything
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
@@ -143,12 +152,15 @@ class CallTape:
             made = _converted(x, dense)
             if made is None or self.contents.parameters.include(x, x.untyped_storage()):
                 continue
-            key = Tensor.to, function
-            place = self.noting().place(self._names.frames[-1].label, key, self._names.count_call(key)[1])
+            place = self.noting().place(*self._counted(f"to in {function_name(function)}"))
             if place is not None and _is_cast(place, next(i for i, each in enumerate(given) if each is x), x, made):
                 self.contents.note_call(Tensor.to, (x, dense.dtype), {}, made, None, place=place)
                 casts.append((saved, x))
         return casts
+
+    def _counted(self, name: str) -> tuple[str, str, int]:
+        label, number = self._names.count_call(name)
+        return label, name, number
 
     def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """As in the protocol."""
@@ -255,10 +267,10 @@ def _converted(x: Tensor, saved: Tensor) -> Tensor | None:
     return None
 
 
-def _noting(names: Names) -> Noting:
+def _noting(names: Names, calls: frozenset[str] | None) -> Noting:
     """What is known of the calls of the model whose names these are."""
     learned = names.learned
     if learned.noting is None:
-        learned.noting = Noting()
+        learned.noting = Noting(calls)
     noting: Noting = learned.noting
     return noting

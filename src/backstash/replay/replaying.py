@@ -110,7 +110,12 @@ class Replaying:
         own = {name: ask(f"_{name}") for name in asked}
         own["claim"] = partial(_claim, forward._live.overwrites)
         self._native = native.Replayer(
-            **own, **_CALLBACKS, take_in=self._long_way(take_in), read=read, lock=forward._lock
+            **own,
+            **_CALLBACKS,
+            take_in=self._long_way(take_in),
+            read=read,
+            lock=forward._lock,
+            is_planned=forward._live.buffers.is_planned,
         )
         self.pack, self.unpack = self._native.pack, self._native.unpack
 

@@ -70,11 +70,16 @@ class Buffers:
     It holds what was used last and nothing else: when no free buffer fits, the free ones are given back before a new
     one is made, so the pool never adds more than the largest buffer to the peak. A Session clears it when the last
     tensor that autograd saved under it is gone: nothing is held from step to step.
+
+    Attributes:
+        is_planned: whether a plan has counted the bytes of each moment. Then nothing is pooled, because memory that
+            waits for the next layer is in no plan.
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_keeps", "_lent")
+    __slots__ = ("__weakref__", "_buffers", "_keeps", "_lent", "is_planned")
 
     def __init__(self) -> None:
+        self.is_planned = False
         self._buffers: list[_Buffer] = []
         self._lent: tuple[weakref.ref[object], Tensor, int] | None = None
         self._keeps = 0  # released since memory was taken last
@@ -100,6 +105,9 @@ class Buffers:
         nbytes = spec.numel * dtype.itemsize
         if spec.device.type != "cpu" or nbytes < SMALLEST:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
+        if self.is_planned:
+            memory = _bytes_in_huge_pages(nbytes).untyped_storage()
+            return torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
         fitting = [b for b in self._buffers if nbytes <= b.memory.numel() and b.free]
         if fitting:
             buffer = min(fitting, key=lambda b: (b.awaited, b.memory.numel()))
@@ -151,7 +159,7 @@ class Buffers:
         """
         storage = dead.untyped_storage()
         nbytes = storage.nbytes()
-        if dead.device.type != "cpu" or nbytes < SMALLEST:
+        if dead.device.type != "cpu" or nbytes < SMALLEST or self.is_planned:
             return
         if any(buffer.memory.numel() >= nbytes or buffer.cdata == storage._cdata for buffer in self._buffers):
             return

@@ -73,7 +73,7 @@ class Encoder:
         self.is_fixed = policy.is_fixed
         self.turns = count()
         self.drafts = Drafts()
-        self._knows_room = knows_room(policy)
+        self._knows_room = live.buffers.is_planned = knows_room(policy)
         self.only_keep, self.is_looking = self.is_fixed, False
 
     def begin_step(self) -> None:

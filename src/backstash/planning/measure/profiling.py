@@ -492,5 +492,7 @@ def _remade(
             workspace_nbytes=workspace,
             seconds=value.remake_seconds / together,
             reason=value.reason,
+            calls=value.calls,
+            in_place=value.in_place,
         )
     ]

@@ -212,6 +212,8 @@ class SurveyedValue:
         parents: the values that it would be remade from; None where it cannot be remade.
         remake_seconds: time to remake it once from them.
         reason: why it cannot be remade, or what is repeated.
+        calls: names of the calls that this takes (see CallPlace).
+        in_place: whether one of them has worked in place.
         section: number of the trial section in which it was remade, which tells the workspace.
         group: the call whose other tensors are remade with it, if it was saved inside of a function.
         rounded: the choices with an error, the most exact first.
@@ -226,6 +228,8 @@ class SurveyedValue:
     parents: tuple[Value, ...] | None = None
     remake_seconds: float = 0.0
     reason: str = ""
+    calls: tuple[str, ...] = ()
+    in_place: bool = False
     section: int = -1
     group: Group | None = None
     rounded: list[Rounded] = field(default_factory=list)
@@ -429,6 +433,7 @@ class Survey(Births):
         self._alive += found.parents
         group = recipe.call.group if recipe.call.saved is not None else None
         found.reason, found.group = str(recipe), group
+        found.calls, found.in_place = tuple(sorted(recipe.places())), recipe.has_in_place()
         if group is not None and group in self._calls:  # which has made this value with the others
             found.remake_seconds, found.section = self._calls[group]
             return

@@ -28,6 +28,7 @@ class Decision:
             ways] in spare.py); 0 if it is not among them.
         in_flight_nbytes: how many bytes of values may be held beside their planes from where it is decided on to where
             the next value is (Note: [drafts] in stash/drafts.py).
+        calls: names of the calls that make the value again, if the plan or a guard of it has it remade.
         fetched_with: for a value that is moved, the keys of values with whose first reading it is asked for.
     """
 
@@ -47,6 +48,7 @@ class Decision:
     reserve_nbytes: int = 0
     spare: int = 0
     in_flight_nbytes: int = 0
+    calls: tuple[str, ...] = ()
 
     def flaw(self) -> str | None:
         """Returns what is wrong with the decision by itself, or None."""

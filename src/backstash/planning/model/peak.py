@@ -33,6 +33,9 @@ from backstash.planning.model.problem import Choice, PlannedValue, StepProfile, 
 
 Bytes = NDArray[np.int64]
 
+WITHOUT_CLAIM = 2
+"""How many times a value's bytes its readers' kernels may take beyond those of this package."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -87,6 +90,7 @@ class PeakModel:
         self.read_positions = np.array([read for value in values for read in value.reads], np.int64)
         self.parents = [choice.parents for choice in rows]
         self.remakes = np.array([choice.kind == "recompute" for choice in rows], bool)
+        self.in_place = np.array([choice.in_place for choice in rows], bool)
         self.reserve = np.array([choice.reserve_nbytes for choice in rows], np.int64)
         self.held = np.array([choice.held_nbytes for choice in rows], np.int64) + self.reserve
         self.held[self.remakes] = self.nbytes[self.value_of[self.remakes]]
@@ -137,6 +141,24 @@ class PeakModel:
             seconds += float(self.decode_seconds[rows[value]])
         return Evaluation(live, int(live.max()), seconds)
 
+    def first_nbytes(self, choices: Sequence[int] | Bytes) -> int:
+        """Returns the peak of a first step of its shape, in which the calls are proven that make values again.
+
+        A proof runs when a call has returned, and takes its result once more, with whatever lies beside it in its
+        kernel or its comparison. A call that works in place is proven on copies.
+
+        Args:
+            choices: as in :meth:`evaluate`.
+        """
+        live = self.evaluate(choices).live
+        rows = self.first[:-1] + np.asarray(choices, np.int64)
+        remade = self.remakes[rows]
+        results, inside = self.nbytes[remade], self.workspace[rows[remade]]  # which has the results of inner calls
+        compared = np.maximum(results, inside) * 5 // 4  # with a bool for each element
+        proofs = np.maximum(np.where(self.in_place[rows[remade]], 2 * results, results) + inside, compared)
+        before = np.maximum.accumulate(live)[self.born[remade]]
+        return int(max(live.max(), (before + proofs).max(initial=0)))
+
     def reserved(self, choices: Sequence[int] | Bytes) -> Bytes:
         """Returns the bytes at each position that are there for numbers which encode worse than the profiled ones.
 
@@ -154,15 +176,16 @@ class PeakModel:
         """Returns for each value whether its readers may hold it until they are done.
 
         A kernel of this package frees what it has read before it allocates a gradient, or writes over a gradient. That
-        takes time, and lowers what is alive by no more than the value's bytes. So it is not worth it where that much
-        more fits at each of the value's reads, beside all else that is read there.
+        takes time, and lowers what is alive by no more than the value's bytes twice: torch's own kernel of a batch norm
+        has a gradient and a workspace of that size. So it is not worth it where that much more fits at each of the
+        value's reads, beside all else that is read there.
 
         Args:
             choices: as in :meth:`evaluate`.
             limit: the most bytes that may be alive.
         """
         live = self.evaluate(choices).live.copy()
-        np.add.at(live, self.read_positions, self.nbytes[self.read_values])
+        np.add.at(live, self.read_positions, WITHOUT_CLAIM * self.nbytes[self.read_values])
         fits = np.ones(len(self.nbytes), bool)
         np.logical_and.at(fits, self.read_values, live[self.read_positions] <= limit)
         found: list[bool] = fits.tolist()

@@ -152,10 +152,11 @@ class Plan(Policy):
         """Whether the plan has a value remade."""
         return any(decision.kind == "recompute" for decision in self.decisions)
 
-    @property
-    def proof_nbytes(self) -> int:
-        """Bytes that a first step may take beside its peak: of the largest value that is remade, once more and anew."""
-        return 2 * max((each.nbytes for each in self.decisions if each.kind == "recompute"), default=0)
+    @cached_property
+    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+        """Names of the calls by which values are made again; None where they are not known."""
+        remade = [each.calls for each in self.decisions if each.kind == "recompute" or each.spare]
+        return frozenset().union(*remade) if all(remade) else None
 
     @property
     def min_nbytes(self) -> int:  # type: ignore[override]  # read-only here
@@ -222,6 +223,8 @@ class Plan(Policy):
             self._unknown.setdefault(saved.key)
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
+        if decision is None and saved.need is not Need.SHAPE and saved.key in self._others:
+            return Keep("the plan counts it as it is")
         return LOSSLESS.decide(saved)
 
     @property

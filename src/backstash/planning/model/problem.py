@@ -74,6 +74,9 @@ class Choice:
             of the error over that of the gradient. 0.0 if the choice is exact, and above it if the codec has a bound.
         fetches: for a value that is moved, and for each of its reads, the position from which on it is on its way
             back and takes ``decode_nbytes``; empty if it is asked for when it is read.
+        calls: for a value that is remade, names of the calls that its recipe makes (see CallPlace), each of which is
+            proven in a first step; empty where they are not known.
+        in_place: whether one of these calls works in place.
         reason: why this choice is offered, or what its numbers rest on; ``explain()`` shows it.
     """
 
@@ -91,6 +94,8 @@ class Choice:
     fetches: tuple[int, ...] = ()
     reason: str = ""
     reserve_nbytes: int = 0
+    calls: tuple[str, ...] = ()
+    in_place: bool = False
 
     @classmethod
     def keep(cls, nbytes: int) -> Choice:

@@ -18,7 +18,7 @@ from backstash.errors import PlanError
 
 _T = TypeVar("_T")
 
-VERSION = 3
+VERSION = 4
 """The version of all documents. A document of another version is refused, because nothing is known about its fields."""
 
 LARGEST = 1 << 62

@@ -274,6 +274,7 @@ def _choice(nbytes: int, sizes: list[int], alike: list[Choice], weights: Numbers
         return int(np.ceil(max(shares) * nbytes))
 
     encode, decode, remake = times
+    names = {name for each in alike for name in each.calls}
     return replace(
         alike[-1],
         held_nbytes=at_worst("held_nbytes"),
@@ -285,6 +286,7 @@ def _choice(nbytes: int, sizes: list[int], alike: list[Choice], weights: Numbers
         decode_seconds=decode,
         seconds=remake,
         error=max(each.error for each in alike),
+        calls=tuple(sorted(names)) if all(each.calls for each in alike) else (),
     )
 
 

@@ -25,7 +25,7 @@ from weakref import WeakMethod
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from backstash.errors import BudgetError, PlanError
+from backstash.errors import BatchTooLargeError, BudgetError, PlanError
 from backstash.planning.model.plan import Plan
 from backstash.torch_internals import default_group_store
 
@@ -85,7 +85,7 @@ class Agreement:
             BudgetError: the error itself, where they meet no more.
         """
         if self._hook is None:
-            raise error
+            raise BatchTooLargeError(error)
         self._refused = error
 
     # -- meetings ------------------------------------------------------------------------------------------------------
@@ -119,13 +119,9 @@ class Agreement:
             self.close()
             rank, worst = max(failed, key=lambda pair: (pair[1]["nbytes"], -pair[0]))
             smallest_plan = None if worst["plan"] is None else Plan.from_json(worst["plan"])
-            raise BudgetError(
-                f"of {self._count} ranks, {len(failed)} can not keep the budget. Rank {rank} asks for the most: "
-                f"{worst['error']}",
-                worst["nbytes"],
-                worst["seconds"],
-                smallest_plan,
-            )
+            said_by = f"of {self._count} ranks, {len(failed)} can not keep the budget. Rank {rank} asks for the most: "
+            facts = worst["nbytes"], worst["seconds"], smallest_plan
+            raise BatchTooLargeError(BudgetError(f"{said_by}{worst['error']}", *facts))
         if all(each["done"] for each in said):
             self.close()
             self.is_settled = True

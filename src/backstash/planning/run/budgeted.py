@@ -29,7 +29,7 @@ from torch import nn
 
 from backstash import accelerator
 from backstash.capture import leaving, modules
-from backstash.errors import PlanError, SessionError
+from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
 from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.budget import families, limit_of_errors, parse_budget
@@ -87,6 +87,9 @@ class Budgeted(Following):
             allocator takes of the device for them (model/allocator.py), its fragmentation included. A plan whose
             counted step would reserve more than the budget is replaced by a leaner one. On CPU that tells what a GPU
             would take.
+        strict: whether steps of any shape are refused that no plan keeps within the budget, not only those of the first
+            one. Programs that look for the largest batch need that (see errors.BatchTooLargeError). Otherwise such
+            steps run under the leanest plan, and a warning says so.
         options: further arguments of :class:`backstash.Session`. A store of the name ``"spill"`` among its ``stores``
             takes what is above the plan; on a GPU the host does, where there is none.
 
@@ -99,8 +102,8 @@ class Budgeted(Following):
 
     Raises:
         PlanError: the budget or another argument means nothing.
-        BudgetError: later, from a backward pass, if no plan fits the first steps; if ranks agree, from an optimizer's
-            step.
+        BatchTooLargeError: later, from a backward pass, if no plan fits the first steps; if ranks agree, from an
+            optimizer's step; if it is ``strict``, from any forward or backward pass.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -128,6 +131,7 @@ class Budgeted(Following):
         offload_to: str | os.PathLike[str] | None = None,
         agree: bool = False,
         of: Literal["allocated", "reserved"] = "allocated",
+        strict: bool = False,
         **options: Any,
     ) -> None:
         if of not in ("allocated", "reserved"):
@@ -135,7 +139,7 @@ class Budgeted(Following):
                 f"training within a budget was asked for with of={of!r:.80}, but a budget is one of 'allocated' or of "
                 f"'reserved' memory. Pass one of these words."
             )
-        self.of = of
+        self.of, self.strict = of, strict
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.tries = families(allow)
         if device is not None and not accelerator.is_here(device):
@@ -152,7 +156,14 @@ class Budgeted(Following):
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
-        self._arguments |= {"device": device, "folder": folder, "offload_to": offload_to, "agree": agree, "of": of}
+        self._arguments |= {
+            "device": device,
+            "folder": folder,
+            "offload_to": offload_to,
+            "agree": agree,
+            "of": of,
+            "strict": strict,
+        }
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
         self._steps = 0  # of Sessions that are not used any more
@@ -457,7 +468,7 @@ class Budgeted(Following):
     def _predicted(self, bucket: Bucket) -> Policy | None:
         """The plan of a shape whose profile follows from those of others; None where it does not."""
         largest = self.buckets.largest()
-        if largest is None or not self._may_predict or self.given is not None:
+        if largest is None or not self._may_predict or self.given is not None or not self.has_planned:
             return None
         smallest = self._options.get("min_nbytes", 0)
         planner = self.buckets.predicted(bucket.signature, smallest, self.error_limit)
@@ -467,19 +478,19 @@ class Budgeted(Following):
         nbytes = max(1, budget - largest.margin)
         while not planner.has_found(nbytes) and next(planner.search(), self) is not self:
             pass  # a step that is larger than those before may need what none of these did
-        plan = planner.plan_so_far(nbytes)
-        proof = plan.proof_nbytes
-        if plan.peak_nbytes + proof > budget:
-            plan = planner.plan_so_far(max(1, nbytes - proof))
+        plan, first_nbytes = planner.first_plan(nbytes)
+        if self.strict and first_nbytes > budget:
+            said = f"a step of {bucket.signature} was asked for within {budget} bytes, but it takes {first_nbytes}."
+            raise BatchTooLargeError(BudgetError(said, first_nbytes, plan.seconds, plan))
         bucket.planner, bucket.is_predicted, bucket.margin = planner, True, largest.margin
         bucket.found = Within(
             budget_nbytes=budget,
             plain_nbytes=planner.profile.plain_peak_nbytes,
-            planned_nbytes=plan.peak_nbytes,
+            planned_nbytes=first_nbytes,
             plain_seconds=planner.profile.seconds,
             plans=1,
             plan=plan,
-            trouble="" if plan.peak_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",
+            trouble="" if first_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",
         )
         policy = self.guarded(bucket, plan, max(budget, plan.budget))
         bucket.plan = plan

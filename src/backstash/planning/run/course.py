@@ -48,7 +48,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from backstash.codecs.base import Encoded
-from backstash.errors import BudgetError
+from backstash.errors import BatchTooLargeError, BudgetError
 from backstash.planning.measure.events import Event
 from backstash.planning.measure.link import Link
 from backstash.planning.measure.probing import Probe
@@ -193,7 +193,7 @@ class MeasuredLoop(Protocol):
 
     Attributes:
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
-        agreement, allow, budget, device, error_limit, is_hurried, of, spared: as in Budgeted.
+        agreement, allow, budget, device, error_limit, is_hurried, of, spared, strict: as in Budgeted.
         buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
         has_planned: whether a plan was made.
@@ -222,6 +222,7 @@ class MeasuredLoop(Protocol):
     link: Link | None
     of: Literal["allocated", "reserved"]
     spared: Callable[[], int]
+    strict: bool
     tries: tuple[str, ...]
 
     @property
@@ -624,9 +625,9 @@ class Course:
                     yield from self._survey()
                     bucket.found = replace(bucket.found, trouble="")
                     continue
-                if is_first:
+                if is_first or owner.strict:
                     if owner.agreement is None:
-                        raise
+                        raise BatchTooLargeError(error) from None
                     owner.agreement.refuse(error)  # all ranks raise it together
                     return
                 plan = planner.at_most(0)
@@ -675,7 +676,11 @@ class Course:
             owner.use_alike(bucket, plan)
             yield from self._count()
             over = bucket.found.reached_nbytes - budget
-            if over <= 0 or plan.peak_nbytes <= largest.planner.at_most(0).peak_nbytes:
+            is_leanest = plan.peak_nbytes <= largest.planner.at_most(0).peak_nbytes
+            if over > 0 and is_leanest and owner.strict:
+                said = f"steps of {bucket.signature} were asked for within {budget} bytes, but took {budget + over}."
+                raise BatchTooLargeError(BudgetError(said, budget + over, plan.seconds, plan))
+            if over <= 0 or is_leanest:
                 return
             bucket.margin += over + (over >> 3)
 

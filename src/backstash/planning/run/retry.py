@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash.bits import equal_bits
+from backstash.errors import BudgetError
 from backstash.rewrites.state import Generators
 
 LARGEST_BUFFERS = 256 << 20
@@ -18,6 +19,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that torch could not allocate memory, on a GPU or on CPU."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    if isinstance(error, BudgetError):  # which no leaner plan mends
+        return False
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 

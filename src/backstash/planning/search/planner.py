@@ -177,6 +177,32 @@ class Planner:
         found = next((found for found in reversed(known) if found.peak_nbytes <= nbytes), known[0])
         return self._with_drafts(self._plan(max(nbytes, found.peak_nbytes), found, known), found)
 
+    def first_plan(self, nbytes: int) -> tuple[Plan, int]:
+        """Returns the fastest known plan whose first step stays within so many bytes too, and the peak of that step.
+
+        The first step of a shape proves calls, which takes memory (PeakModel.first_nbytes). If no such plan is known,
+        it is the one whose first step takes the least, of those that fit from the second step on.
+        """
+        known = [self._everything, *reversed(self.known_solutions[:-1])]
+        firsts = [self._first_nbytes(each) for each in known]
+        fitting = [at for at, each in enumerate(known) if self._predicted(each) <= nbytes] or [len(known) - 1]
+        best = next((at for at in fitting if firsts[at] <= nbytes), min(fitting, key=firsts.__getitem__))
+        found = known[best]
+        plan = self._plan(max(nbytes, self._predicted(found)), found, self.known_solutions)
+        decisions = tuple(
+            each if each.kind == "recompute" else replace(each, spare=0, calls=()) for each in plan.decisions
+        )  # of what a guard would have remade nothing is proven yet
+        return self._with_drafts(replace(plan, decisions=decisions), found), firsts[best]
+
+    @property
+    def least_first_nbytes(self) -> int:
+        """The least peak of a first step under any plan that is known."""
+        return min(map(self._first_nbytes, self.known_solutions))
+
+    def _first_nbytes(self, found: Solution) -> int:
+        is_plain = found == self._everything
+        return ROUNDING + (self._predicted(found) if is_plain else self._model.first_nbytes(found.choices))
+
     def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
         """Returns the plan for a budget. See :func:`plan`."""
         nbytes = parse_budget(budget, self.profile.plain_peak_nbytes)
@@ -265,7 +291,11 @@ class Planner:
             facts = value.key, value.module, value.op, value.spec, value.nbytes, choice.name, choice.kind
             costs = choice.held_nbytes, own_seconds(choice, len(value.reads)), choice.error, choice.reason
             asked = tuple(first[at] for at in choice.fetches if at not in value.reads)
-            decisions.append(Decision(*facts, *costs, has_room, asked, choice.reserve_nbytes, order.get(value.key, 0)))
+            remade = next((each.calls for each in value.choices if each.kind == "recompute"), ())
+            spared = order.get(value.key, 0)
+            calls = remade if spared or choice.kind == "recompute" else ()
+            counts = choice.reserve_nbytes, spared
+            decisions.append(Decision(*facts, *costs, has_room, asked, *counts, calls=calls))
         seconds = self._timings.predict(budget, found)
         return Plan(
             budget,
