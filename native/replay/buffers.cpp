@@ -21,6 +21,7 @@ bool Buffer::is_awaited() const {
 }
 
 at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
+    lent_ = at::Tensor();
     keeps_ = 0;
     const auto options = at::TensorOptions().dtype(dtype).device(layout.device);
     const int64_t itemsize = static_cast<int64_t>(c10::elementSize(dtype));
@@ -57,7 +58,14 @@ at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
 at::Tensor Buffers::holding(const Slot& owner) const {
     for (const Buffer& each : buffers_)
         if (each.is_awaited() && each.owner.lock().get() == &owner) return each.whole;
-    return {};
+    const bool is_lent = lent_.defined() && borrower_.lock().get() == &owner;
+    return is_lent && static_cast<int64_t>(lent_._version()) == lent_version_ ? lent_ : at::Tensor();
+}
+
+void Buffers::lend(const std::shared_ptr<Slot>& owner, const at::Tensor& whole) {
+    borrower_ = owner;
+    lent_ = whole;
+    lent_version_ = static_cast<int64_t>(whole._version());
 }
 
 void Buffers::filled(const std::shared_ptr<Slot>& owner, const at::Tensor& whole) {
@@ -76,9 +84,12 @@ void Buffers::forget(const Slot& owner) {
         each.has_owner = false;
         each.whole = at::Tensor();
     }
+    const auto borrower = borrower_.lock();  // which is gone if that is the owner, and it dies
+    if (borrower == nullptr || borrower.get() == &owner) lent_ = at::Tensor();
 }
 
 void Buffers::part_with(const at::Tensor& whole) {
+    lent_ = at::Tensor();
     std::erase_if(buffers_, [&](const Buffer& each) { return storage_of(each.memory) == storage_of(whole); });
 }
 
@@ -104,6 +115,7 @@ void Buffers::adopt(const at::Tensor& dead) {
 }
 
 void Buffers::shrink(int64_t keeps) {
+    lent_ = at::Tensor();
     std::erase_if(buffers_, [&](const Buffer& each) {
         if (each.nbytes() < LARGE || !each.is_free()) return false;
         if (!each.is_awaited() || each.nbytes() > keeps) return true;
@@ -113,6 +125,7 @@ void Buffers::shrink(int64_t keeps) {
 }
 
 void Buffers::clear() {
+    lent_ = at::Tensor();
     std::erase_if(buffers_, [](const Buffer& each) { return each.is_free(); });
 }
 

@@ -205,16 +205,18 @@ PyObject* replayer_begin_backward(PyObject* self, PyObject* others) {
     END_HANDLE_TH_ERRORS
 }
 
-// What each value of the latest pass has taken: seconds to encode, seconds to decode, how often; None for one not there.
+// What each value of the latest pass has taken: seconds to encode, to decode and to wait, how often it was decoded, bytes
+// of its planes; None for one not there, False for one that went the long way.
 PyObject* replayer_counts(PyObject* self, PyObject*) {
     HANDLE_TH_ERRORS
     const auto& taken = replayer_of(self).taken;
     if (taken == nullptr) Py_RETURN_NONE;
     const Object all = Object::taken(PyList_New(0));
     for (const Taken& value : *taken) {
-        const Object each = value.is_there ? Object::taken(Py_BuildValue("(ddl)", value.encode_seconds,
-                                                                         value.decode_seconds, value.decodes))
-                                           : Object(Py_None);
+        Object each(value.is_given_back ? Py_False : Py_None);
+        if (value.is_there && !value.is_given_back)
+            each = Object::taken(Py_BuildValue("(dddlL)", value.encode_seconds, value.decode_seconds, value.stall_seconds,
+                                               value.decodes, static_cast<long long>(value.nbytes)));
         if (PyList_Append(all.get(), each.get()) != 0) throw python_error();
     }
     return Py_NewRef(all.get());
@@ -285,11 +287,21 @@ PyObject* type_of_node(PyObject*, PyObject* node) {
 
 PyObject* whole_of_packed(PyObject*, PyObject* packed) {
     HANDLE_TH_ERRORS
+    const Locked locked(packed_of(packed)->session->lock.get());
     return read_whole(packed_of(packed));
     END_HANDLE_TH_ERRORS
 }
 
-// How a value is stored: what Python knows of its codec, the planes, and whether they are a mask that was made of it.
+PyObject* fetch_planes(PyObject*, PyObject* packed) {
+    HANDLE_TH_ERRORS
+    const auto& slot = slot_of(packed);
+    const Locked locked(slot->session->lock.get());
+    return planes_in(*slot).release();
+    END_HANDLE_TH_ERRORS
+}
+
+// How a value is stored: what Python knows of its codec, the planes, or the Form that tells where they are, and whether
+// they are a mask that was made of it.
 PyObject* planes_of(PyObject*, PyObject* packed) {
     HANDLE_TH_ERRORS
     const auto& slot = slot_of(packed);
@@ -395,6 +407,7 @@ PyMethodDef functions[] = {
     {"type_of_node", type_of_node, METH_O, "What tells nodes of one type from those of another."},
     {"whole", whole_of_packed, METH_O, "The tensor that was packed, decoded or made again."},
     {"planes", planes_of, METH_O, "How it is stored; None where it is not."},
+    {"fetch", fetch_planes, METH_O, "The planes, from wherever they are."},
     {"release", release_packed, METH_O, "Its reader is done."},
     {"adopt", BACKSTASH_FAST(adopt_for), METH_FASTCALL, "Decodes into that memory from now on."},
     {"delegate", BACKSTASH_FAST(set_delegate), METH_FASTCALL, "Puts a Saved in its place."},

@@ -155,6 +155,7 @@ Save save_of(PyObject* object) {
     save.parameter = reinterpret_cast<const void*>(read.bits("parameter"));
     save.facts = read.object("facts");
     save.mask = read.object("mask");
+    save.read_as = read.object("read_as");
     return save;
 }
 
@@ -177,6 +178,7 @@ Value value_of(PyObject* object) {
     value.mask = read.object("mask");
     value.ways = read.object("ways");
     value.is_bitmask = read.flag("is_bitmask");
+    value.has_view = read.flag("has_view");
     value.mask_test = read.number("mask_test");
     value.mask_element = read.number("mask_element");
     value.mask_lo = read.real("mask_lo");
@@ -288,6 +290,7 @@ std::shared_ptr<const Script> read_script(PyObject* given) {
     script->registers = read.number("registers");
     script->min_nbytes = read.integer("min_nbytes");
     script->wanted = read.object("settings");
+    script->fetching = static_cast<Fetching>(read.number("fetching"));
     script->settings = settings_now();
     return script;
 }

@@ -75,9 +75,13 @@ struct Save {
     Claim as_held, as_stored, as_bits;
     const void* parameter;        // the address of its storage
     Object facts, mask;
+    Object read_as;               // the key by which the prefetcher is told that it is read; None: it is told of nothing
 };
 
-enum class Program { hold, encode, remake, ask };
+enum class Program { hold, encode, remake, ask, move };
+
+// What the prefetcher is told: how far backward has come, by what is read on the device, or all that is read.
+enum class Fetching { nothing, place, key };
 
 // One input of a call that is repeated: a tensor that was copied, what a value holds, or what another call makes.
 struct Given {
@@ -137,6 +141,8 @@ struct Value {
     double mask_lo, mask_hi;
     uint64_t if_set, if_clear;
     bool is_bitmask;                   // which the kernels here encode and decode
+    bool has_view;                     // whether what is encoded may be read as a view of a plane
+    bool is_moved() const { return program == Program::move; }
     Tree tree;
     std::string text;
 };
@@ -202,6 +208,7 @@ struct Script {
     int registers = 0;
     int64_t min_nbytes = 0;
     uint64_t settings = 0;
+    Fetching fetching = Fetching::nothing;
     Object wanted;  // the settings, as Python knows them
     // The numbers of conversions come behind those of all calls.
     const Noted& noted(int number) const {

@@ -37,6 +37,16 @@ at::Tensor seen_as(const at::Tensor& whole, const Layout& layout) {
     return whole.as_strided(layout.sizes, layout.strides, layout.offset);
 }
 
+// Tells the prefetcher that a saved tensor is read: see unpack._inner in redeem/unpack.py.
+void tell(const Packed* packed) {
+    const Fetching fetching = packed->script->fetching;
+    if (fetching == Fetching::nothing || packed->save->read_as.is_none()) return;
+    const Slot* slot = packed->slot.get();
+    const bool is_moved = slot != nullptr && slot->state == State::stored && slot->value.is_moved();
+    if (fetching == Fetching::place && is_moved) return;
+    call(packed->session->told.get(), packed->save->read_as.get());
+}
+
 // Holds what was made for who reads it next; an undefined tensor: no longer.
 void hold_made(Slot& slot, const at::Tensor& whole) {
     Session& session = *slot.session;
@@ -207,8 +217,18 @@ at::Tensor make_again(Slot& slot) {
     return whole;
 }
 
-at::Tensor decoded(Slot& slot) {
+// What is encoded, in memory that the pool gives; or a view of a plane, for a reader that borrows it.
+at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time_point& started) {
+    Slot& slot = *owner;
     const Value& value = slot.value;
+    if (borrows && value.has_view) {
+        const Object planes = planes_in(slot);
+        started = Clock::now();
+        const Object view = call(slot.session->view.get(), value.ways.get(), planes.get());
+        const at::Tensor whole = THPVariable_Unpack(view.get());
+        if (!value.is_moved() || slot.unread > 1) slot.session->buffers.lend(owner, whole);  // else held until it is read
+        return whole;
+    }
     at::Tensor out = slot.session->buffers.take(value.whole, value.decoded.dtype);
     if (value.is_bitmask) {
         const void* mask = slot.mask.const_data_ptr();
@@ -219,16 +239,18 @@ at::Tensor decoded(Slot& slot) {
         const WithoutGil running(numel * width);
         kernels.mask_decode(mask, to, numel, width, value.if_set, value.if_clear, threads);
     } else {
-        call(slot.session->decode.get(), value.ways.get(), slot.encoded.get(), wrapped(out).get());
+        const Object planes = planes_in(slot);
+        started = Clock::now();  // what was waited for is counted apart
+        call(slot.session->decode.get(), value.ways.get(), planes.get(), wrapped(out).get());
     }
     return out;
 }
 
 // See decode._made.
-at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead) {
+at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
     Session& session = *slot->session;
     begin_round(*slot);
-    const auto started = Clock::now();
+    auto started = Clock::now();
     at::Tensor whole;
     if (slot->state == State::remade) {
         whole = make_again(*slot);
@@ -239,10 +261,12 @@ at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead) {
             break;
         }
     } else {
-        whole = decoded(*slot);
+        whole = decoded(slot, borrows, started);
+        const bool is_view = borrows && slot->value.has_view;
         const int64_t nbytes = static_cast<int64_t>(whole.nbytes());
-        if ((slot->unread > 1 && nbytes < SMALLEST) || (ahead && slot->unread != 0 && session.may_hold(2 * nbytes)))
-            hold_made(*slot, whole.detach());
+        const bool is_small = slot->unread > 1 && nbytes < SMALLEST;
+        const bool is_early = ahead && slot->unread != 0 && session.may_hold(2 * nbytes);
+        if (!is_view && (is_small || is_early)) hold_made(*slot, whole.detach());
     }
     session.buffers.filled(slot, whole);
     slot->taken().decode_seconds += since(started);
@@ -334,6 +358,14 @@ PyObject* unpack_held(Packed* packed) {
 
 }  // namespace
 
+Object planes_in(const Slot& slot) {
+    if (!slot.value.is_moved()) return slot.encoded;
+    const Object found = call(slot.session->fetch.get(), slot.encoded.get());
+    TORCH_CHECK(PyTuple_CheckExact(found.get()) && PyTuple_GET_SIZE(found.get()) == 2, "fetch returns planes and seconds");
+    slot.taken().stall_seconds += PyFloat_AsDouble(PyTuple_GET_ITEM(found.get(), 1));
+    return Object(PyTuple_GET_ITEM(found.get(), 0));
+}
+
 bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
 namespace {
@@ -389,7 +421,7 @@ at::Tensor whole_of(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows)
     if (slot->state == State::remade && slot->value.shares) return shared(slot);
     if (slot->made.defined()) return slot->made;
     at::Tensor there = slot->session->buffers.holding(*slot);
-    return there.defined() ? there : made(slot, ahead);
+    return there.defined() ? there : made(slot, ahead, borrows);
 }
 
 at::Tensor fetch(const Slot& reader, const Given& given) {
@@ -526,6 +558,7 @@ PyObject* unpack(Packed* packed) {
     const Locked locked(session.lock.get());
     if (session.others_nbytes != 0)  // values that went the long way may have died since
         session.others_nbytes = PyLong_AsLongLong(call(session.others.get()).get());
+    tell(packed);
     if (packed->modified >= 0) raise_modified(packed, packed->modified);
     if (packed->dense.defined()) return unpack_held(packed);
     check_version(packed);

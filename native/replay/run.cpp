@@ -132,14 +132,21 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
                 timing.spared = timing.spares;
                 slot->is_asked = true;
             }
-            if (slot->value.program != Program::hold || slot->is_asked)
-                look_again(run, save.value, run.clock + run.script->timings[save.value].delay);
         }
         packed->slot = slot;
         slot->members.push_back(packed);
     }
     if (run.in_call) run.current.push_back(made);
     return made.release();
+}
+
+// A value is known now, and to be looked at.
+void queue(Run& run, const Packed* packed) {
+    Slot* slot = packed->slot.get();
+    if (slot == nullptr || std::exchange(slot->is_queued, true)) return;
+    if (slot->value.program == Program::hold && !slot->is_asked) return;
+    run.order.push_back(slot->number);
+    look_again(run, slot->number, run.clock + run.script->timings[slot->number].delay);
 }
 
 // What was saved in the call that has returned is known now.
@@ -412,14 +419,16 @@ bool encode(Slot& slot, const at::Tensor& whole) {
         const WithoutGil running(value.nbytes);
         kernels.bitmask_encode(from, numel, value.mask_element, value.mask_test, value.mask_lo, value.mask_hi, to, threads);
     } else {
-        slot.encoded = call(slot.session->encode.get(), value.ways.get(), wrapped(whole).get());
+        const Object key = value.is_moved() ? value.key : Object(Py_None);
+        slot.encoded = call(slot.session->encode.get(), value.ways.get(), wrapped(whole).get(), key.get());
         if (slot.encoded.is_none()) return false;
         const Object number = call(slot.session->planes_nbytes.get(), slot.encoded.get());
         nbytes = PyLong_AsLongLong(number.get());
     }
     slot.state = State::stored;
     slot.guard = at::Tensor();
-    let_go(slot, nbytes);
+    slot.taken().nbytes = nbytes;
+    let_go(slot, value.is_moved() ? 0 : nbytes);
     return true;
 }
 
@@ -580,6 +589,7 @@ Object described(const std::vector<Packed*>& all) {
 void take_back(Run& run, Slot& slot, bool is_orphan) {
     slot.is_pending = false;
     run.pending.erase(slot.storage);
+    slot.taken().is_given_back = true;
     const Object members = described(slot.members);
     slot.guard = at::Tensor();
     const int64_t nbytes = slot.held_nbytes;
@@ -742,9 +752,7 @@ void end_run(Replayer& replayer, bool is_left) {
     const std::shared_ptr<Run> run = replayer.run;
     {
         const Locked locked(run->session->lock.get());
-        for (size_t number = 0; number < run->values.size(); ++number)
-            if (const auto slot = run->values[number].lock(); slot != nullptr)
-                if (slot->value.program != Program::hold || slot->is_asked) decide(*run, static_cast<int>(number));
+        for (const int number : run->order) decide(*run, number);
         if (is_left)
             for (auto& [storage, values] : run->leaning)
                 for (const auto& each : values) {
@@ -786,6 +794,7 @@ PyObject* pack(Replayer& replayer, PyObject* object) {
     if (!run->in_call) {
         const Object held = Object::taken(Py_NewRef(packed));
         verify(*run, reinterpret_cast<Packed*>(packed));
+        queue(*run, reinterpret_cast<Packed*>(packed));
         ++run->clock;
         const Locked locked(run->session->lock.get());
         look(*run);
@@ -870,6 +879,8 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     }
     ++run->next_call;
     for (const Object& each : run->current) verify(*run, reinterpret_cast<Packed*>(each.get()));
+    for (const NodeCheck& node : expected->nodes)  // in the order in which the long way names them
+        for (const int save : node.saves) queue(*run, reinterpret_cast<Packed*>(run->current[save - expected->first].get()));
     for (const bool is_cast : {true, false})
         if ((is_cast ? expected->cast : expected->noted).is_there)
             note(*run, static_cast<int>(number), is_cast, args, kwargs, result.get(), random_state);

@@ -49,8 +49,10 @@ enum class State { held, stored, remade };
 // What a value has taken in a pass.
 struct Taken {
     bool is_there = false;
-    double encode_seconds = 0.0, decode_seconds = 0.0;
+    bool is_given_back = false;  // to the long way, which accounts for it
+    double encode_seconds = 0.0, decode_seconds = 0.0, stall_seconds = 0.0;
     long decodes = 0;
+    int64_t nbytes = -1;         // of its planes, wherever they are; -1 for none
 };
 
 // A value: the data of one storage, and the tensors that autograd has saved of it.
@@ -67,12 +69,13 @@ struct Slot : std::enable_shared_from_this<Slot> {
     std::vector<Packed*> members;
     c10::StorageImpl* storage = nullptr;  // as long as it is pending
     bool is_pending = true, is_asked = false;  // is_asked: on the long way, in this pass alone
+    bool is_queued = false;               // to be looked at
     bool is_unfused = false;              // a kernel's result had other bits than its sample
     long born = 0;
     at::Tensor guard;                     // what others are made from, where it is held as it is
     int64_t guard_version = 0;
     int64_t held_nbytes = 0;
-    Object encoded;
+    Object encoded;                       // or a Form, whose planes are in another store
     at::Tensor mask;
     at::Tensor bits;                      // the mask of what was decoded, for those who read no more
     const Save* bits_of = nullptr;
@@ -108,6 +111,7 @@ public:
     void forget(const Slot& owner);
     void part_with(const at::Tensor& whole);
     void release(const Slot& owner);
+    void lend(const std::shared_ptr<Slot>& owner, const at::Tensor& whole);
     void adopt(const at::Tensor& dead);
     void shrink(int64_t keeps = 0);
     void clear();
@@ -118,6 +122,9 @@ public:
 private:
     std::vector<Buffer> buffers_;
     int64_t keeps_ = 0;
+    std::weak_ptr<Slot> borrower_;  // what it holds in memory of its own is lent, until the next one or the next decoding
+    at::Tensor lent_;
+    int64_t lent_version_ = 0;
 };
 
 // Functions of Python, by their names; see replay/replaying.py.
@@ -125,7 +132,7 @@ private:
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
     X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
     X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine) X(others) \
-    X(check_reference)
+    X(check_reference) X(fetch) X(view) X(told)
 
 // What forward passes of one Session share, and what outlives it.
 struct Session {
@@ -171,6 +178,7 @@ struct Run {
     std::vector<Register> registers;
     std::vector<std::shared_ptr<const Inputs>> inputs;
     std::map<long, std::vector<int>> due;
+    std::vector<int> order;  // of the values that are decided on
     std::vector<Object> current;  // packed in the call in progress
     std::unordered_map<const void*, int> pending;
     std::unordered_map<const void*, std::vector<Snapshot>> snapshots;
@@ -183,6 +191,7 @@ struct Run {
 // reading.cpp
 at::Tensor whole_of(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows);  // of a value that is not held
 at::Tensor fetch(const Slot& reader, const Given& given);
+Object planes_in(const Slot& slot);  // of what is encoded, from wherever they are
 at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own);
 void hold_again(const std::shared_ptr<Slot>& slot);  // dense, and nothing else of it
 PyObject* unpack(Packed* packed);

@@ -376,7 +376,8 @@ class Session:
             (self._hooks.stop_observing if may_idle else self._hooks.observe)()
         if not self._forward.is_idle:
             self._names.enter_root(module)
-            if not self._is_replayed:  # else nobody asks, and what goes the long way alone may read no parameter again
+            # Else nobody asks, and what goes the long way alone may read no parameter again.
+            if self._replaying is None or not self._replaying.is_running:
                 self._parameters.enter(module)
 
     def _may_idle(self) -> bool:

@@ -13,9 +13,10 @@ from tests.fuzz.program import Program, Statement
 
 SMALL = (2, 4, 6, 8)
 POLICIES = ("lossless", "lossless_stored", "keep", "everything")
-BY_NAME = (*POLICIES, "remake")
-"""Policies that programs may be run under. ``remake`` also repeats costly calls: to change what such a value is made of
-after the Session was left is an error that plain torch does not raise. So it is not drawn at random."""
+BY_NAME = (*POLICIES, "offload", "vdnn", "remake")
+"""Policies that programs may be run under. ``offload`` and ``vdnn`` move values to the host; they are not drawn
+at random, so that known seeds draw the programs that they drew. Nor is ``remake``, which also repeats costly calls: to
+change what such a value is made of after the Session was left is an error that plain torch does not raise."""
 
 BLOCKS = (
     "autocast",

@@ -52,6 +52,19 @@ class ValueFate(IntEnum):
     REMAKE = 2
     ASK = 3
     """It is decided on the long way, in each pass anew."""
+    MOVE = 4
+    """It is encoded, and its planes are put into another store."""
+
+
+class Fetching(IntEnum):
+    """What is told when backward reads a saved tensor, so that moved values come back in time (stash/prefetch.py)."""
+
+    NOTHING = 0
+    """No value is moved."""
+    PLACE = 1
+    """How far backward has come, by what is read on the device: the order in which moved values are read is learned."""
+    KEY = 2
+    """Which value is read: it is planned what is asked for then."""
 
 
 @dataclass(slots=True)
@@ -70,6 +83,7 @@ class Save:
         as_held, as_stored, as_bits: whether it is claimed where it is held, stored in a form, or read as mask bits.
         parameter: the address of a parameter's storage.
         facts: about it; None where it is not looked at.
+        read_as: the key by which the prefetcher is told that backward reads it; None where it is told of nothing.
         mask: what is read of its sign.
         place: what the long way knows of it.
     """
@@ -92,6 +106,7 @@ class Save:
     as_bits: ClaimWay = ClaimWay.NEVER
     parameter: int = 0
     facts: SavedTensor | None = None
+    read_as: str | None = None
     mask: Mask | None = None
     place: Any = None
 
@@ -219,12 +234,14 @@ class ValueProgram:
         whole, decoded: the spec of all of it, and that of what it is decoded to.
         key: under which it is reported.
         codec, mask, ways: of a value that is encoded.
+        has_view: whether what is encoded may be read as a view of a plane.
         is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the kernels in C++ make.
         tree: of a value that is made again.
         text: what a report says of that: the codec, the recipe, or why it is held.
         delay, held, gone, settled: as in stash/place.py.
         spared, spares: in how many passes codecs that have declined it are asked again, and then; 0 for never.
         account: of the value in the pass that was written down.
+        kept_as: the bytes, codec, reason and store of that account.
     """
 
     program: ValueFate
@@ -243,6 +260,7 @@ class ValueProgram:
     codec: Any = None
     mask: Mask | None = None
     ways: Any = None
+    has_view: bool = False
     is_bitmask: bool = False
     mask_test: int = 0
     mask_element: int = 0
@@ -258,6 +276,7 @@ class ValueProgram:
     spared: int = 0
     spares: int = 0
     account: Any = None
+    kept_as: tuple[int, str, str, str] = (0, "", "", "device")
 
     def __str__(self) -> str:
         what = self.program.name.capitalize()
@@ -353,6 +372,8 @@ class Script:
         settings: of the process, under which calls were noted.
         counted: how many tensors were saved, and their bytes.
         copied: parameters of an accelerator that recipes have copied, to be copied together.
+        fetching: what the prefetcher is told.
+        fetches: when moved values are asked for: in the order of these lines, as long as there is room, or as planned.
     """
 
     saves: list[Save]
@@ -363,8 +384,10 @@ class Script:
     settings: Any
     counted: tuple[int, int]
     copied: list[Tensor]
+    fetching: Fetching = Fetching.NOTHING
+    fetches: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]
         lines += [f"v{number} {value.key}: {value}" for number, value in enumerate(self.values)]
-        return "\n".join(lines)
+        return "\n".join((*lines, *self.fetches))

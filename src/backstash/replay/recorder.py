@@ -15,6 +15,7 @@ from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
+from backstash.codecs.raw import Raw
 from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
@@ -32,6 +33,7 @@ from backstash.replay.program import (
     AffinePass,
     CallTree,
     ClaimWay,
+    Fetching,
     GivenInput,
     InputSource,
     KnownCall,
@@ -50,6 +52,7 @@ from backstash.stash import parameters
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import strength
 from backstash.stash.looking import PERIOD, SPARED
+from backstash.stash.prefetch import Prefetcher
 from backstash.stash.value import Form, Saved
 from backstash.stash.value import Value as Stored
 from backstash.stores import DeviceStore
@@ -70,6 +73,7 @@ class Ways:
         spec: of what is encoded.
         facts: about the value.
         nbytes: of its planes, as the policy was told last.
+        store: the name of the store that they are put into; None where they stay on the device.
     """
 
     codec: base.Codec
@@ -77,6 +81,7 @@ class Ways:
     spec: TensorSpec
     facts: SavedTensor
     nbytes: int
+    store: str | None
 
 
 @dataclass(slots=True)
@@ -345,7 +350,7 @@ class Recorder:
 
     # -- what is written -----------------------------------------------------------------------------------------
 
-    def script(self, min_nbytes: int, stores: Any, policy: Policy) -> Script:
+    def script(self, min_nbytes: int, stores: Any, policy: Policy, prefetcher: Prefetcher) -> Script:
         """The script of the pass, whose values have become what they become under a policy.
 
         Raises:
@@ -353,15 +358,20 @@ class Recorder:
         """
         if self.refusal:
             raise RefusedError(self.refusal)
-        return _Writer(self, min_nbytes, stores, policy).script()
+        return _Writer(self, min_nbytes, stores, policy, prefetcher).script()
 
 
 class _Writer:
     """Makes a script of what was recorded."""
 
-    def __init__(self, recorder: Recorder, min_nbytes: int, stores: Any, policy: Policy) -> None:
+    def __init__(
+        self, recorder: Recorder, min_nbytes: int, stores: Any, policy: Policy, prefetcher: Prefetcher
+    ) -> None:
         self._recorder, self._min_nbytes, self._stores = recorder, min_nbytes, stores
-        self._policy = policy
+        self._policy, self._prefetcher = policy, prefetcher
+        self._fetching = Fetching.NOTHING
+        if not prefetcher.idle:
+            self._fetching = Fetching.PLACE if prefetcher.fetches is None else Fetching.KEY
         self._entries = recorder.entries
         self._values: dict[int, int] = {}  # by the id of what is stored
         self._stored: list[Stored] = []
@@ -384,7 +394,25 @@ class _Writer:
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
-        return Script(saves, values, written, len(self._registers), self._min_nbytes, self._settings, counted, copied)
+        rest = self._min_nbytes, self._settings, counted, copied, self._fetching, self._fetches(values)
+        return Script(saves, values, written, len(self._registers), *rest)
+
+    def _fetches(self, values: list[ValueProgram]) -> tuple[str, ...]:
+        """When moved values are asked for, as text: what backward read in the step before, or what is planned."""
+        if self._fetching is Fetching.NOTHING:
+            return ()
+        numbers: dict[str, list[str]] = {}
+        for number, value in enumerate(values):
+            numbers.setdefault(value.key, []).append(f"v{number}")
+        if self._prefetcher.fetches is None:
+            order = [numbers[key][count] for key, count in self._prefetcher.order if count < len(numbers.get(key, ()))]
+            return (f"fetched in this order: {', '.join(order)}",) if order else ()
+        planned = self._prefetcher.fetches.items()
+        return tuple(
+            f"with {', '.join(numbers[key])}: {', '.join(each for other in wanted for each in numbers.get(other, ()))}"
+            for key, wanted in planned
+            if key in numbers
+        )
 
     def _check(self, values: list[ValueProgram]) -> None:
         """Refuses values that go the long way alone where a policy has counted what a pass holds."""
@@ -412,6 +440,9 @@ class _Writer:
         save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
         save.reads_value = facts.need in (Need.VALUE, Need.INDEX)
         save.reads_sign = facts.need is Need.SIGN
+        if self._fetching is not Fetching.NOTHING:
+            is_planned = self._fetching is Fetching.KEY and saved.value is not None
+            save.read_as = saved.value.key if is_planned else facts.key  # type: ignore[union-attr]
         save.mask = None if saved.mask is None else self._masks.setdefault(saved.mask, saved.mask)
         if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
             raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
@@ -483,6 +514,7 @@ class _Writer:
             gone=place.gone,
             settled=place.settled,
             account=account,
+            kept_as=(account.stash_nbytes, account.codec, account.reason, account.store),
         )
         if stored.state.recipe is None and stored.state.form is None and place.declined is not None:
             value.spares = SPARED if whole.device.type == "cpu" else PERIOD
@@ -494,26 +526,28 @@ class _Writer:
         return value
 
     def _encode(self, value: ValueProgram, stored: Stored, form: Form) -> None:
-        if form.tag is not None:
-            raise RefusedError("a value is moved")
         store, codec, spec = self._stores["device"], form.codec, form.spec
-        is_ours = type(form) is Form and form.tag is None and form.store is store and type(store) is DeviceStore
-        has_look = spec.device.type != "cpu" and not isinstance(codec, Bitmask)  # for which the host would wait
+        is_moved = form.tag is not None
+        is_ours = is_moved or (form.store is store and type(store) is DeviceStore and store._holdings.capacity is None)
+        has_look = spec.device.type != "cpu" and not isinstance(codec, (Bitmask, Raw))  # for which the host would wait
         asks_again = has_look or hasattr(codec, "refuses_reader")  # which may depend on the settings of the moment
-        if not is_ours or store._holdings.capacity is not None or base.view(codec) is not None or asks_again:
+        if type(form) is not Form or not is_ours or asks_again:
             value.program, value.text = ValueFate.ASK, base.label(codec)
             value.is_exact_form = Need.VALUE in codec.preserves
             return
         if spec.shape != value.whole.shape or spec.stride != value.whole.stride or spec.dtype is not value.whole.dtype:
             raise RefusedError("a value was encoded in another layout")
-        value.program, value.codec, value.text = ValueFate.ENCODE, codec, base.label(codec)
-        value.is_exact_form = Need.VALUE in codec.preserves
+        name = stored.account.store if is_moved else None
+        value.program = ValueFate.MOVE if is_moved else ValueFate.ENCODE
+        value.codec, value.text = codec, f"{name}, {base.label(codec)}" if is_moved else base.label(codec)
+        value.is_exact_form, value.has_view = Need.VALUE in codec.preserves, base.view(codec) is not None
         value.mask = None if form.mask is None else self._masks.setdefault(form.mask, form.mask)
         assert stored.facts is not None
-        value.ways = Ways(codec, value.mask, spec, stored.facts, form.ticket.nbytes)
+        value.ways = Ways(codec, value.mask, spec, stored.facts, form.ticket.nbytes, name)
         dtype = decoded_dtype(codec, spec)
         value.decoded = TensorSpec(spec.shape, spec.stride, dtype, spec.device, spec.numel * dtype.itemsize)
-        is_here = spec.device.type == "cpu" and spec.dtype in FLOATS and backends.name("cpu") == "native"
+        is_here = not is_moved and spec.device.type == "cpu" and spec.dtype in FLOATS
+        is_here = is_here and backends.name("cpu") == "native"
         if isinstance(codec, Bitmask) and is_here and not (codec.mask.ternary or codec.mask.nan):
             test = codec.mask
             value.is_bitmask = True

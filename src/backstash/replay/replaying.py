@@ -13,6 +13,14 @@ Note: [settled passes]
     What is compared is what the long way compares: a shape or a dtype that is another, a node of another type, scalars
     that a formula asks for, an argument, autocast, a setting of the process, a tensor that was changed or handed on. So
     nothing is taken for granted that the long way would look at but the policy's answer and the time of the look.
+
+Note: [moves]
+    A value that goes to another store is a Form there, as on the long way, and the same prefetcher is told of it and of
+    all that backward reads. So values that a script moves and those that went the long way alone come back in one
+    order, through one window; room is what both leave below the peak. The interpreter calls a function here where a
+    value is put, fetched or seen as a view of its plane, and drops the Form with the value. A store that is full, or
+    brings back nothing, raises there. On an accelerator only codecs that need no look at numbers are replayed, which
+    are masks and copies: for the others the host would wait.
 """
 
 from __future__ import annotations
@@ -55,7 +63,7 @@ from backstash.stash.comparing import distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
 from backstash.stash.sample import Rows, Sample
-from backstash.stash.value import Saved, Value
+from backstash.stash.value import Form, Saved, Value
 from backstash.torch_internals import no_torch_function, running_node
 
 if TYPE_CHECKING:
@@ -93,9 +101,17 @@ class Replaying:
         self._unnamed: list[tuple[Any, Saved]] = []
         self._rows = Rows()
         self._is_stale = False  # what the script says of a value is no longer so
-        self._policy = session.policy
+        self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
+        self._policy, self._stores = session.policy, session.stores
+        self._prefetcher = forward._live.prefetcher
         self._learned = Passes()
         me = weakref.ref(self)
+
+        def held() -> tuple[int, int]:
+            this = me()
+            return (0, 0) if this is None else (this.nbytes, this.peak_nbytes)
+
+        forward._live.beside = held
 
         def ask(name: str) -> Callable[..., Any]:
             def asked(*args: Any) -> Any:
@@ -106,7 +122,7 @@ class Replaying:
             return asked
 
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
-        asked = [*passes, "distrust", "sample", "check_sample", "others", "encode"]
+        asked = [*passes, "distrust", "sample", "check_sample", "others", "encode", "fetch", "told"]
         own = {name: ask(f"_{name}") for name in asked}
         own["claim"] = partial(_claim, forward._live.overwrites)
         self._native = native.Replayer(
@@ -149,8 +165,9 @@ class Replaying:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether a pass in progress has saved something, and all of it was dropped without a backward pass."""
-        return self.is_running and self._native.place[0] > 0 and not self.alive
+        """Whether the latest pass has saved something, and all of it was dropped without a backward pass."""
+        has_saved = self._is_over or (self.is_running and self._native.place[0] > 0)
+        return has_saved and not self.alive and not self._forward._live.saved
 
     def watch(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """What watches torch functions: the interpreter, and ``otherwise`` on the long way."""
@@ -170,7 +187,7 @@ class Replaying:
             others_nbytes: bytes that values hold which went the long way.
         """
         self.abandon()
-        self._learned = learned
+        self._learned, self._is_over = learned, False
         if learned.read is not None:
             is_same = learned.revision is self._policy.revision
             if learned.since < PERIOD and not self._is_stale and is_same:
@@ -231,7 +248,7 @@ class Replaying:
         if not self._policy.is_fixed and self._policy.revision is None:
             recorder.refuse("the policy may say something else in each pass")
         try:
-            learned.script = recorder.script(session.min_nbytes, session.stores, self._policy)
+            learned.script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
             learned.read = native.script(learned.script)
             learned.script.copied.clear()
             learned.refusal = ""
@@ -255,13 +272,15 @@ class Replaying:
 
     def begin_backward(self, others_nbytes: int) -> int:
         """A backward pass begins; returns the bytes that scripts hold."""
+        self._is_over = False
         self._native.begin_backward(others_nbytes)
         return self.nbytes
 
     def told(self, learned: Passes) -> str:
         """The script as text, or why there is none."""
         if learned.script is not None:
-            return str(learned.script)
+            alone = sum(taken is False for taken in self._native.counts() or ())
+            return f"{learned.script}\n{alone} values went the long way alone in the latest pass"
         why = f": {learned.refusal}" if learned.refusal else f" until {learned.needed} equal steps were seen"
         return f"nothing is replayed{why}"
 
@@ -270,7 +289,14 @@ class Replaying:
         counts = self._native.counts()
         for value, taken in zip(self._running.values, counts or (), strict=False):
             account = value.account
-            account.encode_seconds, account.decode_seconds, account.decodes = taken or (0.0, 0.0, 0)
+            if taken is False:  # the long way accounts for it
+                continue
+            encode_seconds, decode_seconds, stall_seconds, decodes, nbytes = taken or (0.0, 0.0, 0.0, 0, -1)
+            account.encode_seconds, account.decode_seconds = encode_seconds, decode_seconds
+            account.stall_seconds, account.decodes = stall_seconds, decodes
+            account.stash_nbytes, account.codec, account.reason, account.store = value.kept_as
+            if nbytes >= 0:
+                account.stash_nbytes = nbytes
 
     # -- what the interpreter asks for ----------------------------------------------------------------------------
 
@@ -286,6 +312,7 @@ class Replaying:
         return self._otherwise(func, args, kwargs)
 
     def _before_end(self, is_broken: bool, in_call: bool) -> None:
+        self._is_over = True
         if is_broken:
             self._learned.misses += 1
             self._learned.forget()
@@ -324,7 +351,9 @@ class Replaying:
         fresh = accounts.pop()
         assert fresh is value.account
         account.stash_nbytes, account.codec, account.store = fresh.stash_nbytes, fresh.codec, fresh.store
-        account.reason = fresh.reason
+        account.reason, account.stall_seconds = fresh.reason, 0.0
+        account.encode_seconds = account.decode_seconds = account.remake_seconds = 0.0
+        account.decodes = 0
         value.account = account
 
     def _name(self, result: Any) -> None:
@@ -355,20 +384,47 @@ class Replaying:
         elif sample.differs(whole):
             self._distrust(key, spec, recipe)
 
-    def _encode(self, ways: Ways, x: Tensor) -> Encoded | None:
+    def _encode(self, ways: Ways, x: Tensor, key: str | None) -> Encoded | Form | None:
+        """Encodes a value; its planes are moved if there is a key for the prefetcher. None: it goes the long way."""
         if ways.codec.declines(x) is not None:
             return None
         try:
             encoded = base.adopt(ways.codec, x)
         except CodecRefusedError:
             return None
+        if key is None:
+            self._tell(ways, encoded.nbytes)
+            return encoded
+        assert ways.store is not None
+        store = self._stores.get(ways.store)
+        if store is None:
+            return None
+        form = Form(ways.codec, ways.mask, ways.spec, store, store.put(encoded))
+        self._prefetcher.put(form, key)
+        self._tell(ways, form.ticket.nbytes)
+        return form
+
+    def _tell(self, ways: Ways, nbytes: int) -> None:
+        """Tells a policy that wants to know if the planes of a value take other bytes than before."""
         policy = self._policy
-        if not policy.is_fixed and policy.observes_changes and encoded.nbytes != ways.nbytes:
-            ways.nbytes = encoded.nbytes
-            policy.observe(Outcome(ways.facts, base.label(ways.codec), encoded.nbytes))
+        if not policy.is_fixed and policy.observes_changes and nbytes != ways.nbytes:
+            ways.nbytes = nbytes
+            policy.observe(Outcome(ways.facts, base.label(ways.codec), nbytes))
             if policy.revision is not self._learned.revision:
                 self._native.stop_soon()
-        return encoded
+
+    def _fetch(self, form: Form) -> tuple[Encoded, float]:
+        return self._prefetcher.read(form, self._forward._live.below_peak)
+
+    def _told(self, key: str) -> None:
+        """Backward reads a saved tensor (Note: [order of reading] in stash/prefetch.py)."""
+        prefetcher = self._prefetcher
+        if prefetcher.idle:
+            return
+        if prefetcher.fetches is not None:
+            prefetcher.reach(key)
+        else:
+            prefetcher.passed(key, self._forward._live.below_peak)
 
     def _distrust(self, key: str, spec: TensorSpec, recipe: str) -> None:
         self._learned.forget()
@@ -424,7 +480,7 @@ class Replayed:
         stored = native.planes(self.packed)
         if stored is None:
             return None
-        how, planes, is_mask = stored
+        how, stored, is_mask = stored
         codec = Bitmask(how) if is_mask else how.codec
         spec = self.spec if is_mask else how.spec
         if spec.shape != self.spec.shape or spec.stride != self.spec.stride:
@@ -434,7 +490,10 @@ class Replayed:
         read = base.direct(codec, form)
         if read is None:
             return None
-        encoded = planes if isinstance(planes, Encoded) else Encoded(codec.id, spec, {"mask": planes})
+        if isinstance(stored, Form):
+            encoded: Encoded = native.fetch(self.packed)
+        else:
+            encoded = stored if isinstance(stored, Encoded) else Encoded(codec.id, spec, {"mask": stored})
         found = read(encoded)
         return found if isinstance(found, form) else None
 
@@ -473,6 +532,12 @@ def _assigned(dense: Tensor, original: Tensor) -> Tensor:
 
 def _decode(ways: Ways, encoded: Encoded, out: Tensor) -> None:
     ways.codec.decode(encoded, out)
+
+
+def _view(ways: Ways, encoded: Encoded) -> Tensor:
+    view = base.view(ways.codec)
+    assert view is not None
+    return view(encoded)
 
 
 def _encode_bits(whole: Tensor, mask: Any) -> Tensor | None:
@@ -544,7 +609,8 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "stand_in": stand_in,
     "check_reference": lambda x, version: calls.Held(x, version, True).get(),
     "decode": _decode,
-    "planes_nbytes": lambda encoded: encoded.nbytes,
+    "view": _view,
+    "planes_nbytes": lambda stored: stored.ticket.nbytes if type(stored) is Form else stored.nbytes,
     "encode_bits": _encode_bits,
     "repeat": _repeat,
     "enter_settings": _enter_settings,

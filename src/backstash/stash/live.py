@@ -45,6 +45,8 @@ class Live:
         comparisons: of samples, at the ends of backward passes.
         remake: returns the whole of a value that was forgotten, and whether that is the beginning of something else is
             told it; None where nothing is made again.
+        beside: how many bytes a Session holds beside its values, and the most that it has held with these; None where
+            there are none.
         read_with_graph: is told of a dense value that a backward pass with a graph has read, and of its data, as long
             as the Session is open; else None.
     """
@@ -54,6 +56,7 @@ class Live:
         "_nbytes",
         "_remade_nbytes",
         "_saved",
+        "beside",
         "buffers",
         "comparisons",
         "distrusted",
@@ -83,6 +86,7 @@ class Live:
         self.distrusted: set[tuple[str, str | None]] = set()
         self.comparisons = Comparisons()
         self.read_with_graph: Callable[[Value, Tensor], None] | None = None
+        self.beside: Callable[[], tuple[int, int]] | None = None
         self.remake: Callable[[Value, bool], Tensor] | None = None
         self._saved = self._nbytes = self._remade_nbytes = 0
         self._losses: deque[tuple[int, int, int]] = deque()
@@ -120,7 +124,8 @@ class Live:
     @property
     def below_peak(self) -> int:
         """How many bytes less are held than at the peak."""
-        return self.peak_nbytes - self.nbytes
+        nbytes, peak_nbytes = (0, 0) if self.beside is None else self.beside()
+        return max(self.peak_nbytes, peak_nbytes) - self.nbytes - nbytes
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many more remade bytes would still take no more than backward has freed."""

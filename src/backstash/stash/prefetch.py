@@ -27,7 +27,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -121,6 +121,11 @@ class Prefetcher:
         self._under_way: dict[Tag, int] = {}  # bytes
         self._there: dict[Tag, int] = {}  # bytes of those that have come and will be read again, and of that being read
         self._largest = 0
+
+    @property
+    def order(self) -> Sequence[Tag]:
+        """The values that the step before has read, in that order, which is learned from it."""
+        return self._order
 
     @property
     def idle(self) -> bool:
