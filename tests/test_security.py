@@ -146,7 +146,7 @@ def test_other_programs_are_started_where_the_page_says() -> None:
 
 
 def test_a_plan_that_somebody_edited_is_refused() -> None:
-    code = {"backstash": "Plan", "version": 3, "checksum": "sha256:0", "content": {"__reduce__": "os.system"}}
+    code = {"backstash": "Plan", "version": 4, "checksum": "sha256:0", "content": {"__reduce__": "os.system"}}
     with pytest.raises(BackstashError, match="checksum"):
         Plan.from_json(json.dumps(code))
 

@@ -122,7 +122,7 @@ def test_what_hides_is_moved_once_it_is_decided_and_the_host_does_not_wait() -> 
     for counts in training.count(session, 3):
         assert counts.waits == 0, counts.lines("waits")
     assert session is not None and session.report().moved_nbytes > 0
-    assert policy.decision.fetches and policy.timer is None
+    assert policy.decision.fetches and policy.move_timer is None
 
 
 # -- waits and launches ------------------------------------------------------------------------------------------------

@@ -226,14 +226,20 @@ def test_first_steps_of_new_lengths_stay_below_their_predicted_peaks_and_prove_n
         low, plain = planner.least_first_nbytes, predicted.plain_peak_nbytes
         for share in (0.0, 0.5):
             plan, first = planner.first_plan(int(low + share * (plain - low)))
-            assert plan.calls is not None and plan.calls and not any("cross_entropy" in name for name in plan.calls)
+            assert (
+                plan.repeated_calls is not None
+                and plan.repeated_calls
+                and not any("cross_entropy" in name for name in plan.repeated_calls)
+            )
             session, run = bs.Session(plan, model=model), step(length)
             proven = proofs.counts.proven
             for bound in (first, plan.peak_nbytes + ROUNDING):
                 with CountedPeak() as counted, session:
                     run()
                 assert counted.peak_nbytes <= bound
-            assert proofs.counts.proven - proven <= len(plan.calls) + 2  # and a recipe's way to make a value at once
+            assert (
+                proofs.counts.proven - proven <= len(plan.repeated_calls) + 2
+            )  # and a recipe's way to make a value at once
             assert not plan.unknown
 
 

@@ -38,9 +38,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "min_nbytes": (0, 1 << 16),
     "ahead": (1, 5, None),
     "cycles": (None, 2, 0),
+    "repeated_calls": (None, frozenset({"features.0 conv2d 0"})),
     "fetches": (None, {"a": ("b",)}),
     "stays": (None, {"a": frozenset({0})}),
-    "timer": (None, object()),
+    "move_timer": (None, object()),
     "stores": (None, {"disk": object}),
     "rewriting": (None, nullcontext),
 }
@@ -73,13 +74,13 @@ class Spy:
     """
 
     def __init__(self, **values: Any) -> None:
-        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
         vars(self).update({name: choices[0] for name, choices in VALUES.items()} | values)
 
 
 def noted(name: str) -> Callable[..., Keep]:
     def method(self: Any, *arguments: Any) -> Keep:
-        self.calls.append((name, tuple(map(id, arguments))))
+        self.asked.append((name, tuple(map(id, arguments))))
         return Keep(name)
 
     return method
@@ -129,7 +130,7 @@ def test_a_wrapper_forwards_every_method(wrapper: type[Policy], name: str) -> No
     spy = spy_for(wrapper)
     arguments = arguments_of(name)
     result = getattr(WRAPPERS[wrapper](spy), name)(*arguments)
-    assert spy.calls == [(name, tuple(map(id, arguments)))]
+    assert spy.asked == [(name, tuple(map(id, arguments)))]
     if name in ("decide", "decide_together") and wrapper is not Offload:  # which moves the tensor
         assert result == Keep(name)
 
@@ -147,7 +148,7 @@ def test_a_wrapper_over_a_wrapper_forwards_as_well() -> None:
     rules = Rules((), Rules((), spy))  # type: ignore[arg-type]
     for name in METHODS:
         getattr(rules, name)(*arguments_of(name))
-    assert ([called for called, _ in spy.calls], rules.ahead) == (METHODS, 3)
+    assert ([called for called, _ in spy.asked], rules.ahead) == (METHODS, 3)
 
 
 def test_the_defaults() -> None:
@@ -243,8 +244,8 @@ def test_a_session_asks_for_every_member(policy: Callable[[], Any]) -> None:
         loss = model(torch.randn(8, 64)).sum()
     loss.backward()
     of_others = {"decide", "may_bound", "in_flight_for"}  # the last ones: of compiled graphs, and of accelerators
-    assert {name for name, _ in spy.calls} >= set(METHODS) - of_others
-    assert spy.calls[0][0] == "begin_step"
+    assert {name for name, _ in spy.asked} >= set(METHODS) - of_others
+    assert spy.asked[0][0] == "begin_step"
 
 
 def test_members_are_read_in_the_ordinary_way() -> None:

@@ -96,9 +96,9 @@ class Adapted(Policy):
         return stays
 
     @property
-    def timer(self) -> Any:  # type: ignore[override]  # read-only here
+    def move_timer(self) -> Any:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
-        return self._own("timer", Policy.timer)
+        return self._own("move_timer", Policy.move_timer)
 
     @property
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
@@ -107,9 +107,9 @@ class Adapted(Policy):
         return stores
 
     @property
-    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+    def repeated_calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
-        calls: frozenset[str] | None = self._own("calls", Policy.calls)
+        calls: frozenset[str] | None = self._own("repeated_calls", Policy.repeated_calls)
         return calls
 
     @property

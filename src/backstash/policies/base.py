@@ -87,12 +87,12 @@ class Policy(ABC):
             those that are asked for when backward reads it first. None to learn the order in the first step.
         stays: for such a policy: by the key of a moved value, the numbers of its reads, from 0 on, after which it stays
             on the device for the next one. What does not stay is brought back again.
-        timer: is told of what is moved and read in a step (see stash.prefetch.MoveTimer); None for nobody. It is asked
-            for when a step begins, as ``fetches`` and ``stays`` are.
+        move_timer: is told of what is moved and read in a step (see stash.prefetch.MoveTimer); None for nobody. It is
+            asked for when a step begins, as ``fetches`` and ``stays`` are.
         stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
             that name.
-        calls: names of the calls by which values are made again (see CallPlace): no others are noted and proven. None
-            for whichever the first steps show to be needed.
+        repeated_calls: names of the calls by which values are made again (see CallPlace): no others are noted and proven.
+            None for whichever the first steps show to be needed.
         rewriting: None, or a function of the model that a Session was given, if any. It returns what begins a rewrite
             of the model; a Session does that when it is entered, and leaves the rewrite when it is left.
 
@@ -113,9 +113,9 @@ class Policy(ABC):
     cycles: int | None = None
     fetches: Mapping[str, tuple[str, ...]] | None = None
     stays: Mapping[str, frozenset[int]] | None = None
-    timer: Any = None
+    move_timer: Any = None
     stores: Mapping[str, Callable[[], Any]] | None = None
-    calls: frozenset[str] | None = None
+    repeated_calls: frozenset[str] | None = None
     rewriting: Rewriting | None = None
 
     def __init_subclass__(cls) -> None:
@@ -272,9 +272,9 @@ class Wrapper(Policy):
         return self.inner.stays
 
     @property
-    def timer(self) -> Any:  # type: ignore[override]  # read-only here
+    def move_timer(self) -> Any:  # type: ignore[override]  # read-only here
         """As ``inner``."""
-        return self.inner.timer
+        return self.inner.move_timer
 
     @property
     def stores(self) -> Mapping[str, Callable[[], Any]] | None:  # type: ignore[override]  # read-only here
@@ -282,9 +282,9 @@ class Wrapper(Policy):
         return self.inner.stores
 
     @property
-    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+    def repeated_calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
         """As ``inner``."""
-        return self.inner.calls
+        return self.inner.repeated_calls
 
     @property
     def rewriting(self) -> Rewriting | None:  # type: ignore[override]  # read-only here

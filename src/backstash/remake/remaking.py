@@ -79,7 +79,9 @@ class Remaking:
         full: bool,
     ) -> None:
         self._policy = policy
-        self.tape = CallTape(names, pending, parameters, min_nbytes, bool(policy.remakes_anything), policy.calls)
+        self.tape = CallTape(
+            names, pending, parameters, min_nbytes, bool(policy.remakes_anything), policy.repeated_calls
+        )
         self._live = live
         self._full = full
         self._pending = pending

@@ -139,7 +139,7 @@ class Prefetcher:
             policy: says what is planned, if anything is; None for what was planned before.
         """
         if policy is not None:
-            self.fetches, self.stays, self.timer = policy.fetches, policy.stays, policy.timer
+            self.fetches, self.stays, self.timer = policy.fetches, policy.stays, policy.move_timer
         if self._read:
             self._order, self._milestones = self._read, self._passed
             self._places = {}

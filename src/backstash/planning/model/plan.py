@@ -153,7 +153,7 @@ class Plan(Policy):
         return any(decision.kind == "recompute" for decision in self.decisions)
 
     @cached_property
-    def calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
+    def repeated_calls(self) -> frozenset[str] | None:  # type: ignore[override]  # read-only here
         """Names of the calls by which values are made again; None where they are not known."""
         remade = [each.calls for each in self.decisions if each.kind == "recompute" or each.spare]
         return frozenset().union(*remade) if all(remade) else None

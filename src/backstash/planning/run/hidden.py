@@ -171,7 +171,7 @@ class OffloadHidden(Policy):
         return None if self.decision is None else self.decision.stays
 
     @property
-    def timer(self) -> StepTiming | None:  # type: ignore[override]  # read-only here
+    def move_timer(self) -> StepTiming | None:  # type: ignore[override]  # read-only here
         """What times the step, if this is the one that is timed."""
         return self._timing
 
