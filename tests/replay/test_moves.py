@@ -231,6 +231,8 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 @pytest.mark.parametrize("make", [Cnn, Transformer])
 @pytest.mark.parametrize("policy", MAKERS)
 def test_a_replayed_step_moves_what_the_long_way_moves(policy: str, make: type[nn.Module]) -> None:
+    if (policy, make) == ("vdnn-conv", Transformer):
+        pytest.skip("it moves inputs of convolutions alone, so there is nothing to replay")
     # Two trainings of the transformer differ on the long way as well: when the program lets go of small tensors.
     noisy = ("calls", "drops", "rows", "held") if make is Transformer else ()
     training = compare(MAKERS[policy], make=make, ignores=noisy)

@@ -91,8 +91,8 @@ class Policy(ABC):
             asked for when a step begins, as ``fetches`` and ``stays`` are.
         stores: functions that open a store, by the store's name. A Session calls them, unless it is given a store of
             that name.
-        repeated_calls: names of the calls by which values are made again (see CallPlace): no others are noted and proven.
-            None for whichever the first steps show to be needed.
+        repeated_calls: names of the calls by which values are made again (see CallPlace): no others are noted and
+            proven. None for whichever the first steps show to be needed.
         rewriting: None, or a function of the model that a Session was given, if any. It returns what begins a rewrite
             of the model; a Session does that when it is entered, and leaves the rewrite when it is left.
 
