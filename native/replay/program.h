@@ -62,7 +62,7 @@ struct Layout {
 
 enum class Kind { parameter, small, loose, shape, value };
 
-// Whether a kernel of the package backward reads a saved tensor.
+// Whether a kernel of the package redeem reads a saved tensor.
 enum class Claim { never, always, if_no_room };
 
 // One tensor that autograd saves.

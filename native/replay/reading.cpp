@@ -37,7 +37,7 @@ at::Tensor seen_as(const at::Tensor& whole, const Layout& layout) {
     return whole.as_strided(layout.sizes, layout.strides, layout.offset);
 }
 
-// Tells the prefetcher that a saved tensor is read: see unpack._inner in redeem/unpack.py.
+// Tells the prefetcher that a saved tensor is read: see _inner in stash/unpack.py.
 void tell(const Packed* packed) {
     const Fetching fetching = packed->script->fetching;
     if (fetching == Fetching::nothing || packed->save->read_as.is_none()) return;

@@ -129,13 +129,12 @@ class Session:
         opened = {name: opens() for name, opens in (self.policy.stores or {}).items() if name not in (stores or {})}
         self.stores |= {**opened, **(stores or {})}
         self._names = Names(model, seams.readers.can_claim, self.policy.cycles)
-        self._live = Live(self.policy.ahead, overwrite_gradients)
+        self._live = Live(self.policy.ahead, overwrite_gradients, MIN_NBYTES if min_nbytes is None else min_nbytes)
         if isinstance(check, int) and check:
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
-        self._min_nbytes = MIN_NBYTES if min_nbytes is None else min_nbytes
         self._parameters, self._pending = ParameterStorages(), Pending(self._encode)
-        rooms = self._pending, self._parameters, self._min_nbytes
+        rooms = self._pending, self._parameters
         self._producer = seams.producer(self.policy, self._names, self._live, *rooms, check == "full")
         self._live.remake, self._tape = self._producer.remake, self._producer.tape
         self._encoder = Encoder(self.policy, self.stores, self._live, self._producer)
@@ -261,7 +260,7 @@ class Session:
     @property
     def min_nbytes(self) -> int:
         """Smaller tensors are kept."""
-        return self._min_nbytes
+        return self._live.min_nbytes
 
     @property
     def model(self) -> nn.Module | None:
@@ -387,8 +386,7 @@ class Session:
     def _use_learned_size(self) -> None:
         if self._chooses_min_nbytes:
             known = self._names.learned
-            self._min_nbytes = known.min_nbytes or MIN_NBYTES
-            self._forward.min_nbytes = self._tape.min_nbytes = self._min_nbytes
+            self._live.min_nbytes = known.min_nbytes or MIN_NBYTES
             self._forward.recomputes = bool(self.policy.recomputes) and not known.saves_little
 
     def _learn(self) -> None:
@@ -512,7 +510,7 @@ class Session:
             # Not a look at grad_fn._saved_*, nor a pass that has a graph of its own, which belongs to the forward pass.
             if not self._live.unpacked and in_backward() and not torch.is_grad_enabled():
                 self._begin_backward()
-            return unpack(packed, self._live, self._min_nbytes)
+            return unpack(packed, self._live)
 
     def _begin_backward(self) -> None:
         live = self._live

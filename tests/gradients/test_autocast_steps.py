@@ -17,6 +17,7 @@ from backstash import Session, interpreter
 from backstash.capture.forward import Forward
 from backstash.policies import Keep, Recompute, Rules, get
 from backstash.remake.contents import Contents
+from backstash.remake.tape import CallTape
 from backstash.torch_internals import autocast_of, under_autocast
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -207,3 +208,32 @@ def test_what_autocast_converts_inside_of_functions_is_made_again(layer: type[nn
         assert sum(key.endswith("Addmm#0:mat1") for key in made) == 8, made
         if interpreter.module is not None:
             assert session._is_replayed
+
+
+def _conversions(session: Session) -> dict[str, dict[object, bool] | None]:
+    """What was found out about conversions inside of functions, by the names of their places."""
+    tape = session._tape
+    assert isinstance(tape, CallTape)
+    return {place.name: place.casts for place in tape.noting()._places.values() if " to in " in place.name}
+
+
+def test_a_result_that_looks_like_a_conversion_is_none() -> None:
+    """The softmax of equal shares is these shares: its float32 result has the bits of its input in float32."""
+    shares = torch.full((64, 64), 1 / 64, dtype=BF16, requires_grad=True)
+    session = Session("lossless", min_nbytes=1024, stop_if_useless=False)
+    with session, torch.autocast("cpu", BF16):
+        loss = F.softmax(shares * 1.0, -1, dtype=torch.float32).square().sum()
+    loss.backward()
+    assert _conversions(session) == {}
+
+
+def test_what_is_known_of_conversions_does_not_grow_with_the_shapes_of_steps() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    session = Session("lossless", model=model, min_nbytes=1024, stop_if_useless=False)
+    for rows in range(32, 64, 4):
+        with session, torch.autocast("cpu", BF16):
+            loss = model(torch.randn(rows, 64)).float().sum()
+        loss.backward()
+    (casts,) = _conversions(session).values()
+    assert casts is not None and list(casts.values()) == [True]

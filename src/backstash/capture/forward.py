@@ -59,7 +59,6 @@ class Forward:
         tape: is told how tensors are made.
         encoder, pending: of the same Session.
         parameters: tells which storages are parameters and buffers.
-        min_nbytes: smaller tensors are kept.
         before_save: called before a tensor is taken in, under the lock: a step may begin with it.
 
     Attributes:
@@ -69,7 +68,7 @@ class Forward:
         recomputes: whether it is noted how values are made.
         is_timing: whether it is noted how long that took: in the first steps.
         remakes_anything: whether that is noted of costly functions too.
-        parameters, min_nbytes: as above.
+        parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
         counted: how many tensors were saved in this step, and their bytes.
         is_idle: whether the Session has nothing to do.
@@ -100,7 +99,6 @@ class Forward:
         "differentiates",
         "is_idle",
         "is_timing",
-        "min_nbytes",
         "parameters",
         "recomputes",
         "recorder",
@@ -119,7 +117,6 @@ class Forward:
         encoder: Encoder,
         pending: Pending,
         parameters: ParameterStorages,
-        min_nbytes: int,
         before_save: Callable[[], None],
     ) -> None:
         self.depth = 0
@@ -135,7 +132,6 @@ class Forward:
         self.step = Step()
         self.counted = [0, 0]
         self.parameters = parameters
-        self.min_nbytes = min_nbytes
         self._policy = policy
         self._is_watched = is_watching(policy)
         self._names = names
@@ -224,7 +220,7 @@ class Forward:
             return assign()  # a leaf is held itself
         with no_torch_function():
             storage = x.untyped_storage()
-            if storage.nbytes() < self.min_nbytes:
+            if storage.nbytes() < self._live.min_nbytes:
                 self._assigned.append(x)  # what is held as it is follows when it is read, so ``x`` has to live
             value = self._pending.get(storage._cdata)
             saved = [] if value is None else [each for each in value.saved() if each.is_of(x)]
@@ -240,11 +236,11 @@ class Forward:
         return self._tape.counts(function, *self._names.count_call(function))
 
     def cast_inside(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Sequence[tuple[Saved, Tensor]]:
         """A function under autocast is about to return, and has saved tensors (Note: [casts inside])."""
         with no_torch_function(), self._lock:
-            return self._tape.cast_inside(function, args, kwargs, self.unnamed)
+            return self._tape.cast_inside(function, args, kwargs, result, self.unnamed)
 
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
@@ -275,7 +271,7 @@ class Forward:
                 if self.parameters.include(x, storage):
                     self.step.parameters[storage._cdata] = nbytes
                     return HeldParameter.of(x, inner)
-                if nbytes < self.min_nbytes:
+                if nbytes < self._live.min_nbytes:
                     if row is None:
                         self.step.small[storage._cdata] = nbytes
                     return held.hold(x)

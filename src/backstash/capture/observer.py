@@ -68,7 +68,7 @@ class CallListener(Protocol):
     def after_function(self, result: Any) -> None:
         """A torch function that autograd recorded has returned, or raised (then the result is None)."""
 
-    def cast_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def cast_inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> object:
         """A function under autocast is about to return, and has saved tensors (Note: [casts inside])."""
 
     def counts(self, function: Any) -> bool:
@@ -183,7 +183,7 @@ class Observer(TorchFunctionMode):
             listener.depth = depth
             if listener.unnamed and depth == 0:
                 if recomputes and any_autocast():
-                    listener.cast_inside(func, args, kwargs)
+                    listener.cast_inside(func, args, kwargs, result)
                 listener.after_function(result)
         if noted and type(result) in _RESULTS:
             with no_torch_function():

@@ -161,8 +161,8 @@ class CallPlace:
         pattern: what the latest call was like (Note: [patterns of calls]); None where that is not known.
         passes: in how many passes it was noted.
         latest: the number of the latest of these.
-        casts: of a conversion inside of a function, which argument of which looks was compared, and whether the bits of
-            its conversion were those that were saved.
+        casts: of a conversion inside of a function, which argument was compared and both dtypes, and whether the bits
+            of its conversion were those that were saved.
         name: of the place, the same in every process.
     """
 

@@ -21,6 +21,7 @@ from backstash.torch_internals import autocast_of, without_gradients
 
 if TYPE_CHECKING:
     from backstash.remake.noting import Noting
+    from backstash.stash.live import Live
 
 SNAPSHOT_NBYTES = 1 << 20
 """A parameter or buffer up to this size is copied for a recipe of cheap calls; a larger one has none."""
@@ -47,10 +48,11 @@ class Contents:
     """Contents by the address of their storage; a content knows its storage, because addresses are given away again.
 
     Args:
-        min_nbytes: what is smaller is copied where a call reads it, and no call that makes it is noted.
+        live: of the Session: what is smaller than its ``min_nbytes`` is copied where a call reads it, and no call that
+            makes it is noted.
         parameters: tells the storages of parameters and buffers.
 
-    Both are attributes as well.
+    The parameters are an attribute as well.
 
     Attributes:
         remakes_anything: whether calls of costly functions are noted too, and proven (Note: [proven calls]).
@@ -63,19 +65,19 @@ class Contents:
         "__weakref__",
         "_contents",
         "_has_copied",
+        "_live",
         "_references",
         "_snapshots",
         "copied",
         "describes",
-        "min_nbytes",
         "noting",
         "parameters",
         "remakes_anything",
     )
 
-    def __init__(self, min_nbytes: int, parameters: ParameterStorages) -> None:
+    def __init__(self, live: Live, parameters: ParameterStorages) -> None:
         self.copied: Callable[[int], object] = lambda cdata: None
-        self.min_nbytes = min_nbytes
+        self._live = live
         self.parameters = parameters
         self.remakes_anything = self.describes = False
         self._contents: dict[int, Content] = {}
@@ -128,7 +130,7 @@ class Contents:
         if not (result.is_floating_point() or self.remakes_anything):
             return
         storage = result.untyped_storage()
-        if storage.nbytes() < self.min_nbytes or is_odd(result):
+        if storage.nbytes() < self._live.min_nbytes or is_odd(result):
             return
         if place is not None and place.pattern is not None and not self.remakes_anything:
             again = self._again(place, place.pattern, args, kwargs, result, storage)
@@ -211,7 +213,7 @@ class Contents:
     def escape(self, x: Tensor, storage: torch.UntypedStorage) -> None:
         """Something may change the memory of ``x`` from now on without a new version: no recipe reads it."""
         self.change(x, storage)
-        if storage.nbytes() < self.min_nbytes:
+        if storage.nbytes() < self._live.min_nbytes:
             return  # it is copied for each call that reads it
         if not self.parameters.include(x, storage):
             content = self.of(x)
@@ -251,7 +253,7 @@ class Contents:
             slot: how it looks, where that is known.
         """
         storage = x.untyped_storage()
-        if storage.nbytes() < self.min_nbytes or self.parameters.include(x, storage):
+        if storage.nbytes() < self._live.min_nbytes or self.parameters.include(x, storage):
             return self._snapshot(x, storage)
         if storage is not made:
             content = self.of(x)
@@ -271,7 +273,7 @@ class Contents:
         a new version is found by the sample of the remade value (Note: [samples] in sample.py). A weight that was
         gathered after its module was entered may have no memory any more in backward, so it is not read again.
         """
-        is_small = x.nbytes < self.min_nbytes
+        is_small = x.nbytes < self._live.min_nbytes
         if is_small and (x.is_cpu or not self.parameters.include(x, storage)):
             copy = x.detach().clone()
             return Held(copy, copy._version)

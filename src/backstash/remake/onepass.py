@@ -158,7 +158,7 @@ def _layer_norm(recipe: Recipe, out: TensorSpec | None = None) -> OnePass | None
     order = order_of(x.spec.device)
     if not order:
         return None
-    return _row_norm(x, call, held, NormOrder[order], out.dtype)
+    return _row_norm(x, call, held, NormOrder[order], out)
 
 
 def _width(call: Call) -> int | None:
@@ -169,7 +169,7 @@ def _width(call: Call) -> int | None:
 
 
 def _row_norm(
-    x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | None], order: NormOrder, dtype: torch.dtype
+    x: Leaf, call: Call, held: tuple[PassInput | None, PassInput | None], order: NormOrder, made: TensorSpec
 ) -> OnePass:
     assert call.statistics is not None
     mean, rstd = (PassInput(each, call, place) for each, place in zip(call.statistics, (MEAN, RSTD), strict=True))
@@ -186,7 +186,7 @@ def _row_norm(
             bias = torch.zeros(values.numel() // rstd.numel(), dtype=torch.float32, device=values.device)
             if weight is not None:
                 weight = weight.float()
-        kernel(values, None, mean, rstd, weight, bias, order, nan_of(spec.device, dtype), out)
+        kernel(values, None, mean, rstd, weight, bias, order, nan_of(made), out)
         return True
 
     return OnePass(operands, make)
@@ -269,7 +269,7 @@ def _times_rows(product: Recipe, spec: TensorSpec, weight: PassInput | None) -> 
         values, rstd, vector = _spread(tensors, has)
         if not _fits(values, wide) or not rstd.is_contiguous() or fused.may_mix_nans(rstd):
             return False
-        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec.device, spec.dtype), out)
+        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec), out)
         return True
 
     return OnePass(operands, make)
@@ -312,7 +312,7 @@ def _grouped(recipe: Recipe, curve: Recipe | None) -> OnePass | None:
         if table is None:
             return False
         given = values, mean, rstd, weight, bias, groups, ComputedCurve.NONE
-        kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec.device, spec.dtype), out, None)
+        kernel(*given, table.whole, table.tail, table.chunk, table.step, nan_of(spec), out, None)
         return True
 
     return OnePass(operands, make)  # type: ignore[arg-type]  # of `held`, None is none
@@ -349,7 +349,7 @@ def _channel_norm(recipe: Recipe) -> OnePass | None:
         fits = _fits(values, spec) and (added is None or _fits(added, spec))
         if not fits or not per_channel(spec.shape[1], mean, invstd, weight, bias) or fused.may_mix_nans(mean, invstd):
             return False
-        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec.device, spec.dtype), out)
+        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec), out)
         return True
 
     return OnePass(operands, make)
@@ -415,14 +415,7 @@ def _curve(recipe: Recipe) -> OnePass | None:
         if table is None:
             return False
         kernel(
-            flat(values),
-            ComputedCurve.NONE,
-            table.whole,
-            table.tail,
-            table.chunk,
-            table.step,
-            nan_of(spec.device, spec.dtype),
-            flat(out),
+            flat(values), ComputedCurve.NONE, table.whole, table.tail, table.chunk, table.step, nan_of(spec), flat(out)
         )
         return True
 
@@ -444,30 +437,20 @@ def _gated(recipe: Recipe, inner: Recipe, other: Leaf, place: int) -> OnePass | 
             return False
         whole, tail = table.whole, table.whole if table.tail is None else table.tail
         chunk, step = chunk_of(gate)
-        given = (
-            flat(gate),
-            flat(up),
-            whole,
-            tail,
-            chunk,
-            step,
-            nan_of(spec.device, spec.dtype),
-            nan_of(spec.device, spec.dtype, in_tail=True),
-            flat(out),
-        )
+        given = flat(gate), flat(up), whole, tail, chunk, step, nan_of(spec), nan_of(spec, in_tail=True), flat(out)
         kernel(*given, None)
         return True
 
     return OnePass(operands, make)
 
 
-def nan_of(device: torch.device, dtype: torch.dtype, in_tail: bool = False) -> int:
+def nan_of(spec: TensorSpec, in_tail: bool = False) -> int:
     """Bits of a NaN that is rounded to 16 bits: by NVIDIA's instruction, or on x86 by ATen, in vectors or not."""
-    if dtype is torch.float32:
+    if spec.dtype is torch.float32:
         return 0
-    if device.type == "cuda":
+    if spec.device.type == "cuda":
         return 0x7FFF
-    if dtype is torch.float16:
+    if spec.dtype is torch.float16:
         return 0
     return 0x7FC0 if in_tail else 0xFFFF
 

@@ -57,7 +57,6 @@ class Remaking:
         live: the running totals.
         pending: decides about an older value that nobody holds, so that it is known how it is stored.
         parameters: tells the storages of parameters and buffers.
-        min_nbytes: what is smaller is copied where a call reads it.
         full: whether samples are checksums.
 
     Attributes:
@@ -75,13 +74,11 @@ class Remaking:
         live: Live,
         pending: Pending,
         parameters: ParameterStorages,
-        min_nbytes: int,
         full: bool,
     ) -> None:
         self._policy = policy
-        self.tape = CallTape(
-            names, pending, parameters, min_nbytes, bool(policy.remakes_anything), policy.repeated_calls
-        )
+        noted = bool(policy.remakes_anything), policy.repeated_calls
+        self.tape = CallTape(names, pending, parameters, live, *noted)
         self._live = live
         self._full = full
         self._pending = pending

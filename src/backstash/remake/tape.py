@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backstash import graphs
 from backstash.capture.names import Names
+from backstash.capture.naming import tensors_within
 from backstash.capture.side_effects import SideEffect, affected
 from backstash.interpreter import is_odd
 from backstash.ops.bits import bits_of
@@ -21,8 +22,9 @@ from backstash.remake.contents import Contents, Inside
 from backstash.remake.leaning import Leaning
 from backstash.remake.noting import Noting
 from backstash.repeatable import function_name
-from backstash.saved import PLAIN, TensorSpec
+from backstash.saved import PLAIN
 from backstash.stash import wrapped
+from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
 from backstash.torch_internals import without_gradients
@@ -39,7 +41,7 @@ class CallTape:
         names: which module runs, and what was learned of the model.
         pending: decides about values that nobody holds any more.
         parameters: tells the storages of parameters and buffers.
-        min_nbytes: what is smaller is copied where a call reads it.
+        live: the running totals, and what is copied where a call reads it because it is smaller.
         remakes_anything: whether costly calls are noted too.
         calls: names of the only ones that are (Note: [calls of a plan] in noting.py); None for all.
 
@@ -65,12 +67,12 @@ class CallTape:
         names: Names,
         pending: Pending,
         parameters: ParameterStorages,
-        min_nbytes: int,
+        live: Live,
         remakes_anything: bool,
         calls: frozenset[str] | None = None,
     ) -> None:
         self._names, self._pending = names, pending
-        self.leaning, self.contents = Leaning(), Contents(min_nbytes, parameters)
+        self.leaning, self.contents = Leaning(), Contents(live, parameters)
         # Bound to the tape it would be a cycle, in which the Session stays alive.
         self.noting = partial(_noting, names, calls)
         self.contents.copied, self.contents.noting = self.leaning.expect, self.noting
@@ -78,15 +80,6 @@ class CallTape:
         self._packed: list[tuple[int, Saved]] = []  # in the function in progress, with their order
         self._packed_before = 0
         self._place: CallPlace | None = None  # of the function in progress
-
-    @property
-    def min_nbytes(self) -> int:
-        """What is smaller is copied where a call reads it, and no call that makes it is noted."""
-        return self.contents.min_nbytes
-
-    @min_nbytes.setter
-    def min_nbytes(self, nbytes: int) -> None:
-        self.contents.min_nbytes = nbytes
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -128,19 +121,20 @@ class CallTape:
                 contents.note_call(function, args, kwargs, x, random_state, None, inside, place)
 
     def cast_inside(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves: list[Saved]
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, saves: list[Saved]
     ) -> list[tuple[Saved, Tensor]]:
         """As in the protocol.
 
         Note: [casts inside]
             Autocast converts what a function is given below the function, where no mode sees it, and the function saves
             the converted copy: three copies of one norm's result for the queries, keys and values of an attention. So
-            what is saved in another dtype than an argument, and looks like it, is noted as the conversion of that
-            argument, if the first time it had the bits of one: a function may as well save a result that looks so.
+            what is saved in another dtype than an argument, looks like it and is no result of the function is noted as
+            the conversion of that argument, if the first time it had the bits of one.
         """
         casts = []
         given = [x for x in tensors_in(args, kwargs) if x.is_floating_point() and not is_odd(x)]
-        outside = {x.untyped_storage()._cdata for x in given}
+        results = [x for x in tensors_within(result) if type(x) in PLAIN and x.layout is torch.strided]
+        outside = {x.untyped_storage()._cdata for x in (*given, *results)}
         for saved in saves:
             dense = saved.dense
             if dense is None or not saved.is_plain or not dense.is_floating_point() or is_odd(dense):
@@ -152,15 +146,13 @@ class CallTape:
             made = _converted(x, dense)
             if made is None or self.contents.parameters.include(x, x.untyped_storage()):
                 continue
-            place = self.noting().place(*self._counted(f"to in {function_name(function)}"))
+            name = f"to in {function_name(function)}"
+            label, number = self._names.count_call(name)
+            place = self.noting().place(label, name, number)
             if place is not None and _is_cast(place, next(i for i, each in enumerate(given) if each is x), x, made):
                 self.contents.note_call(Tensor.to, (x, dense.dtype), {}, made, None, place=place)
                 casts.append((saved, x))
         return casts
-
-    def _counted(self, name: str) -> tuple[str, str, int]:
-        label, number = self._names.count_call(name)
-        return label, name, number
 
     def made_by_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """As in the protocol."""
@@ -249,7 +241,7 @@ class CallTape:
 
 def _is_cast(place: CallPlace, number: int, x: Tensor, made: Tensor) -> bool:
     """Whether an argument, the one with that number, was converted there; the bits are compared once."""
-    facts = number, TensorSpec.of(x), TensorSpec.of(made)
+    facts = number, x.dtype, made.dtype  # whatever the sizes are: lengths of steps may have no end
     known = place.casts = place.casts or {}
     if facts not in known:
         if graphs.capture() is not None:

@@ -171,10 +171,10 @@ class RecordingForward(Forward):
             self._recorder.made(contents, contents.of(result), args, kwargs)
 
     def cast_inside(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Sequence[tuple[Saved, Tensor]]:
         """As Forward.cast_inside."""
-        casts = super().cast_inside(function, args, kwargs)
+        casts = super().cast_inside(function, args, kwargs, result)
         for saved, x in casts:
             self._recorder.cast(saved, x, args, kwargs)
         return casts
@@ -283,7 +283,7 @@ class Recorder:
         self._open.made = _Made(content, call, pattern, draws, shared)
 
     def cast(self, saved: Saved, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a function has saved is the conversion of its argument ``x``."""
+        """What a function has saved is the conversion of its argument ``x``: of one call, a script knows one."""
         number, contents = self._by_saved.get(id(saved), -1), self.tape.contents
         if self._open is None or self._open.cast is not None or number < 0 or saved.dense is None:
             return

@@ -107,11 +107,11 @@ class Replaying:
         self._learned = Passes()
         me = weakref.ref(self)
 
-        def held() -> tuple[int, int]:
+        def beside() -> tuple[int, int]:
             this = me()
             return (0, 0) if this is None else (this.nbytes, this.peak_nbytes)
 
-        forward._live.beside = held
+        forward._live.beside = beside
 
         def ask(name: str) -> Callable[..., Any]:
             def asked(*args: Any) -> Any:
@@ -418,13 +418,9 @@ class Replaying:
 
     def _told(self, key: str) -> None:
         """Backward reads a saved tensor (Note: [order of reading] in stash/prefetch.py)."""
-        prefetcher = self._prefetcher
-        if prefetcher.idle:
-            return
-        if prefetcher.fetches is not None:
-            prefetcher.reach(key)
-        else:
-            prefetcher.passed(key, self._forward._live.below_peak)
+        if not self._prefetcher.idle:
+            self._prefetcher.reach(key)
+            self._prefetcher.passed(key, self._forward._live.below_peak)
 
     def _distrust(self, key: str, spec: TensorSpec, recipe: str) -> None:
         self._learned.forget()

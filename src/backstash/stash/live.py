@@ -32,6 +32,7 @@ class Live:
         added up under the lock whenever a total is read.
 
     Attributes:
+        min_nbytes: smaller tensors are kept.
         lock: held by whoever changes anything here but a finalizer.
         overwrites: whether backward kernels may write over gradients that nobody else holds.
         stashed_nbytes: bytes on the device when backward began.
@@ -61,6 +62,7 @@ class Live:
         "comparisons",
         "distrusted",
         "lock",
+        "min_nbytes",
         "monitor",
         "needed_nbytes",
         "overwrites",
@@ -73,7 +75,8 @@ class Live:
         "watcher",
     )
 
-    def __init__(self, ahead: int | None = None, overwrites: bool = True) -> None:
+    def __init__(self, ahead: int | None = None, overwrites: bool = True, min_nbytes: int = 0) -> None:
+        self.min_nbytes = min_nbytes
         self.buffers = Buffers()
         self.prefetcher = Prefetcher(ahead)
         self.lock = threading.RLock()

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 class Tape(Protocol):
     """Is told by the forward pass how tensors were made, and what may change them."""
 
-    min_nbytes: int
-    """What is smaller is copied where a call reads it, and no call that makes it is noted."""
-
     def begin_function(self, saved: int) -> None:
         """A torch function is about to run that no other one has called; so many tensors were saved in the step."""
 
@@ -47,7 +44,7 @@ class Tape(Protocol):
         """A function that counts has returned something; the generator had that state before."""
 
     def cast_inside(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves: list[Saved]
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, saves: list[Saved]
     ) -> Sequence[tuple[Saved, Tensor]]:
         """A function under autocast has saved tensors: returns those that are conversions, and of which arguments."""
 
@@ -121,25 +118,16 @@ class Producer(Protocol):
         """What makes the whole of a value that was forgotten; it is told whether something else begins from that."""
 
 
-ProducerFactory = Callable[["Policy", "Names", "Live", "Pending", "ParameterStorages", int, bool], Producer]
-"""Makes the producer of a Session, of its policy, names, totals, pending values, parameters, smallest size, and whether
-all bits of what is made are compared (``check="full"``)."""
+ProducerFactory = Callable[["Policy", "Names", "Live", "Pending", "ParameterStorages", bool], Producer]
+"""Makes the producer of a Session, of its policy, names, totals, pending values and parameters, and whether all bits of
+what is made are compared (``check="full"``)."""
 
 
 class NoProducer:
     """Makes nothing again, and listens to nothing."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        names: Names,
-        live: Live,
-        pending: Pending,
-        parameters: ParameterStorages,
-        min_nbytes: int,
-        full: bool,
-    ) -> None:
-        self.tape, self.min_nbytes = self, min_nbytes
+    def __init__(self, *session: Any) -> None:
+        self.tape = self
 
     def _ignore(self, *args: Any) -> None:
         """Nothing is known of calls, so nothing depends on them."""
@@ -151,9 +139,7 @@ class NoProducer:
         """No call counts."""
         return False
 
-    def cast_inside(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves: list[Saved]
-    ) -> Sequence[tuple[Saved, Tensor]]:
+    def cast_inside(self, *call: Any) -> Sequence[tuple[Saved, Tensor]]:
         """Nothing is noted."""
         return ()
 

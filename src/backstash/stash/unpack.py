@@ -15,13 +15,12 @@ from backstash.stash.value import Saved
 from backstash.torch_internals import in_backward
 
 
-def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
+def unpack(packed: held.Packed, live: Live) -> Tensor:
     """The tensor that was packed, of which a watcher is told: a parameter with its memory, a wrapper around its tensor.
 
     Args:
         packed: what the pack hook returned.
         live: the Session's running totals.
-        min_nbytes: tensors smaller than this are not claimed.
 
     Raises:
         SavedTensorModifiedError: the program has changed it in place since.
@@ -29,7 +28,7 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     """
     if type(packed) is Saved and packed.origin.wrapping is None and packed.dense is None and live.watcher is None:
         return _inner(packed, live)
-    tensor = _unpacked(packed, live, min_nbytes)
+    tensor = _unpacked(packed, live)
     if live.watcher is not None:
         saved = packed if isinstance(packed, Saved) else None
         key = saved.value.key if saved is not None and saved.value is not None else ""
@@ -37,7 +36,7 @@ def unpack(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
     return tensor
 
 
-def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
+def _unpacked(packed: held.Packed, live: Live) -> Tensor:
     if type(packed) is tuple:
         tensor = held.read(packed)  # type: ignore[arg-type]  # no HeldParameter, which is another type of tuple
         return seams.readers.claim_input(tensor) if tensor.dim() == 2 else tensor
@@ -45,7 +44,7 @@ def _unpacked(packed: held.Packed, live: Live, min_nbytes: int) -> Tensor:
         parameter = packed.tensor
         if parameter._version != packed.version:
             held.read((parameter, packed.version, None))  # raises
-        if parameter.nbytes >= min_nbytes:
+        if parameter.nbytes >= live.min_nbytes:
             parameter = seams.readers.claim_weight(parameter)
         if in_backward():  # and not a look at grad_fn._saved_*
             packed.check_memory()

@@ -22,6 +22,9 @@ _SLAB = 64 << 20
 _ALIGNMENT = 512
 """Planes in a slab begin at multiples of this many bytes."""
 
+IN_FLIGHT = 256 << 20
+"""Bytes of an accelerator's memory that may wait for the end of their copy, unless a store is told otherwise."""
+
 
 class HostStore:
     """Holds planes in host memory: an accelerator's as copies in pinned memory, all others as they are.
@@ -46,7 +49,7 @@ class HostStore:
         (1000,)
     """
 
-    def __init__(self, capacity: int | None = None, *, in_flight: int = 256 << 20) -> None:
+    def __init__(self, capacity: int | None = None, *, in_flight: int = IN_FLIGHT) -> None:
         self._holdings = Holdings(type(self).__name__, capacity)
         self._in_flight = in_flight
         self._values: dict[int, Encoded | _Parked] = {}

@@ -27,9 +27,7 @@ from backstash.planning.measure.survey import Movable, SurveyedValue
 from backstash.planning.measure.timeline import Timeline
 from backstash.planning.model.problem import Choice
 from backstash.planning.model.rounding import IN_TURN, moved_name
-
-IN_FLIGHT = 256 << 20
-"""Bytes that may be on their way out, as a HostStore has it."""
+from backstash.stores.host import IN_FLIGHT
 
 
 def moved(
@@ -107,9 +105,18 @@ def _hidden(
     keys = list(movable)
     sizes = [max(form.nbytes for form in movable[key].movable) for key in keys]
     candidates = [Candidate(size, births[key], tuple(reads[key])) for key, size in zip(keys, sizes, strict=True)]
-    limits = {"late": 1e-9, "worth": math.inf, "near": -1.0, "spare": 0.0}
-    out, back = link.directions()
-    found = hide(seconds, candidates, out, back, first, asks=milestones, in_flight=IN_FLIGHT, **limits)  # type: ignore[arg-type]
+    found = hide(
+        seconds,
+        candidates,
+        *link.directions(),
+        first,
+        asks=milestones,
+        spare=0.0,
+        late=1e-9,
+        worth=math.inf,
+        near=-1.0,
+        in_flight=IN_FLIGHT,
+    )
     return {keys[number]: move.fetches for number, move in zip(found.chosen, found.moves, strict=True)}
 
 
