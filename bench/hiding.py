@@ -29,6 +29,7 @@ from backstash import Policy, Session, policies
 from backstash.planning.measure.link import of_speed
 from backstash.planning.run.hidden import OffloadHidden
 from backstash.stores import HostStore
+from backstash.stores.host import IN_FLIGHT
 from bench.link import LinkStore
 from bench.results import Results
 from bench.rounds import table
@@ -42,8 +43,6 @@ BYTES_PER_SECOND = 55e9
 """Of each direction: pinned memory over 16 lanes of PCIe 5."""
 
 LATENCY = 10e-6
-IN_FLIGHT = 256 << 20
-"""As a HostStore has it."""
 
 GIB = (0.25, 0.5, 1.0, 1.5)
 STEPS = 4

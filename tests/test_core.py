@@ -9,17 +9,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 PLUGGED_IN = {"remake", "redeem", "replay"}
-ABOVE = PLUGGED_IN | {
-    "planning",
-    "compile",
-    "papers",
-    "integrations",
-    "report",
-    "rewrites",
-    "verifying",
-    "cli",
-    "demos",
-}
+ABOVE = PLUGGED_IN | {"planning", "compile", "papers", "integrations", "report", "rewrites", "verifying", "cli"}
+"""Rooms that stand on the core."""
 
 ALONE = """
 import json, sys, types
