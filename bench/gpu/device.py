@@ -1,4 +1,4 @@
-"""What the programs ask of a device beside tensors: to wait, to count, to limit its memory, to capture a step."""
+"""What the programs ask of a device beside tensors: to wait, to count, to limit its memory."""
 
 from __future__ import annotations
 
@@ -100,14 +100,6 @@ class Device:
             return None
         return int(information()[0]) + torch.accelerator.memory_reserved()
 
-    def graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Captures a step in a graph and returns what replays it.
-
-        Raises:
-            NotImplementedError: the device has no graphs.
-        """
-        raise NotImplementedError(f"graphs of {self.kind} are not known here")
-
 
 class Cuda(Device):
     """CUDA."""
@@ -159,20 +151,6 @@ class Cuda(Device):
         there = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
         return there if self._limit is None else min(there, self._limit)
 
-    def graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """As in Device. Some steps on another stream come first, as torch's documentation asks for."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.clean()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
-
 
 class Fake(Device):
     """The fake accelerator of the tests. Times on it mean nothing."""
@@ -208,14 +186,6 @@ class Fake(Device):
     def room(self) -> int | None:
         """As in Device."""
         return self._limit
-
-    def graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """As in Device: a step that does what a graph cannot hold raises. A replay is the step once more."""
-        for _ in range(3):
-            step()
-        with self._fake.capturing():
-            step()
-        return step
 
 
 def find(kind: str) -> Device:

@@ -27,8 +27,8 @@ from bench.gpu.ways import PLANS, WAYS, Way
 from bench.rounds import Effort, Summary, interleave, summarise
 from bench.step_table import uncollected
 
-STEPS = 4
-"""Steps before those that are looked at."""
+STEPS = 12
+"""Steps before those that are looked at: by then a pass that repeats itself runs a script."""
 
 CALLS = 200
 """Calls between two waits: fewer than CUDA's queue takes before the host has to wait for a place in it."""

@@ -53,6 +53,7 @@ def _normed(x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, b: Tensor) -> Iter
     yield "(x - mean) * (rstd * w) + b", lambda: (x - mean) * scale + b
     yield "fma((x - mean) * rstd, w, b)", lambda: _fma((x - mean) * rstd, w, b)
     yield "fma(x - mean, rstd * w, b)", lambda: _fma(x - mean, scale, b)
+    yield "fma((x - mean) * w, rstd, b)", lambda: _fma((x - mean) * w, rstd, b)
     yield "x * (rstd * w) + (b - mean * (rstd * w))", lambda: x * scale + (b - mean * scale)
     yield "fma(x, rstd * w, b - mean * (rstd * w))", lambda: _fma(x, scale, b - mean * scale)
     yield "fma(x, rstd * w, fma(-mean, rstd * w, b))", lambda: _fma(x, scale, _fma(-mean, scale, b))
@@ -247,7 +248,7 @@ def measure(run: Run) -> None:
     for name, dtype in DTYPES.items():
         for layout, form in LAYOUTS.items():
             run.part(f"bits/batch norm/{name}/{layout}", partial(batch_norm, run, dtype, form))
-            run.part(f"bits/group norm/{name}/{layout}", partial(group_norm, run, dtype, form))
+        run.part(f"bits/group norm/{name}/contiguous", partial(group_norm, run, dtype, torch.contiguous_format))
         run.part(f"bits/layer norm/{name}", partial(layer_norm, run, dtype))
         run.part(f"bits/pointwise/{name}", partial(pointwise, run, dtype))
         run.part(f"repeats/{name}", partial(repeats, run, dtype))

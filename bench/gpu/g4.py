@@ -1,4 +1,4 @@
-"""Whole steps, forward and backward, captured in a graph: bits of replays, memory, times.
+"""Whole steps, forward and backward, captured by ``bs.graphed``: bits of replays, memory, times.
 
 A replay asks the host for one call, so the peer of a graphed step is another graphed step, such as one with torch's
 checkpoint. Dropout is off, because each replay draws other numbers, and algorithms are deterministic. A way that does
@@ -8,13 +8,15 @@ what a graph cannot hold, such as to wait for the device, is refused, and the pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
+import backstash as bs
 from bench.gpu import steps
 from bench.gpu.device import deterministic
 from bench.gpu.networks import NETWORKS, Training
@@ -23,7 +25,7 @@ from bench.gpu.ways import PLAIN, PLANS, WAYS, Maker, Way, checkpoint
 from bench.rounds import Effort, Summary, interleave, summarise
 
 CHOSEN = ("resnet50", "gpt2")
-GRAPHED = ("plain", "checkpoint", "keep", "lossless", "lossless_stored", "quantized, 4 bits")
+GRAPHED = ("plain", "checkpoint", "keep", "lossless", "lossless_stored", "quantized, 4 bits", "offload")
 REPLAYS = 3
 LEARNING = 8
 """Eager steps before a capture."""
@@ -81,7 +83,7 @@ def _network(run: Run, name: str) -> None:
         peak = run.device.peaks(way.step)
         run.device.clean()
         allocated, reserved = torch.accelerator.memory_allocated(), run.device.reserved_nbytes()
-        replays[of] = run.device.graph(lambda: way.step(seed=None))
+        replays[of] = _graphed(way)
         run.device.clean()
         more = run.device.reserved_nbytes()
         found = Captured(
@@ -105,6 +107,16 @@ def _network(run: Run, name: str) -> None:
         return _times(run, training(), replays)
 
     run.part(f"{name}/times", times)
+
+
+def _graphed(way: Way) -> Callable[[], object]:
+    """Captures a step in a graph, and returns what replays it."""
+    session = way.context if isinstance(way.context, bs.Session) else None
+    inside = replace(way, context=nullcontext())
+    step = bs.graphed(lambda: inside.step(seed=None), session, model=way.training.module, learning=LEARNING)
+    for _ in range(LEARNING + 1):
+        step()
+    return step
 
 
 def _differing(replay: Callable[[], object], training: Training, expected: list[Tensor]) -> tuple[int, ...]:

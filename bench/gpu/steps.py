@@ -17,6 +17,9 @@ from bench.step_table import same_bits, uncollected
 
 COMPARED_STEPS, TIMED_STEPS = 3, 2
 
+LEARNING = 8
+"""Steps before the peak is counted and times are taken: by then a pass that repeats itself runs a script."""
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -73,7 +76,8 @@ def differing(found: list[list[Tensor]], expected: list[list[Tensor]]) -> tuple[
 def judge(way: Way, expected: list[list[Tensor]]) -> Judged:
     """Compares bits and counts the peak."""
     wrong = differing(gradients(way), expected)
-    way.step()
+    for _ in range(LEARNING):
+        way.step()
     peak = way.training.device.peaks(way.step)
     ratio = way.context.report().ratio if isinstance(way.context, bs.Session) else None
     return Judged(peak, way.is_exact, wrong, ratio, way.predicted_nbytes, way.note)

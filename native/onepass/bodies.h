@@ -70,13 +70,21 @@ BS_BODY Line line_of(float mean, float rstd, float weight, float bias) {
 }
 BS_BODY float on_line(float x, Line line) { return fmaf(x, line.scale, line.shift); }
 
-// A batch norm's element in the orders of layout.Rounding, of which 0 is Scaled.
-BS_BODY float batch_normed(float x, float mean, float invstd, float weight, float bias, int rounding) {
+// A batch norm's element in the orders of layout.Rounding. Two of them are a line, of coefficients that a channel shares.
+struct Normed {
+    float mean, invstd, weight, bias;
+};
+BS_BODY Line shifted_line(Normed of) {
+    const float scale = of.invstd * of.weight;
+    return {scale, of.bias - of.mean * scale};
+}
+BS_BODY float batch_normed(float x, Normed of, int rounding) {
     switch (rounding) {
-        case 0: return on_line(x, line_of(mean, invstd, weight, bias));
-        case 1: return fmaf(weight * (x - mean), invstd, bias);
-        case 2: return fmaf((x - mean) * invstd, weight, bias);
-        default: return fmaf(x - mean, invstd * weight, bias);
+        case 0: return on_line(x, line_of(of.mean, of.invstd, of.weight, of.bias));
+        case 1: return fmaf(of.weight * (x - of.mean), of.invstd, of.bias);
+        case 2: return fmaf((x - of.mean) * of.invstd, of.weight, of.bias);
+        case 3: return fmaf(x - of.mean, of.invstd * of.weight, of.bias);
+        default: return on_line(x, shifted_line(of));
     }
 }
 

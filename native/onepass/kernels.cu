@@ -22,40 +22,66 @@ namespace {
 
 constexpr int kPack = 8, kThreads = 256;
 
+// What is read and written at once: 16 bytes.
 template <class T>
-struct alignas(sizeof(T) * 4) Quarter {
-    T at[4];
+struct alignas(16) Line16 {
+    static constexpr int kCount = 16 / sizeof(T);
+    T at[kCount];
 };
 
 template <class T>
 __device__ bool is_aligned(const T* p) {
-    return reinterpret_cast<uintptr_t>(p) % alignof(Quarter<T>) == 0;
+    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
-// Eight neighbours as float32, or as many as there are; the rest is zero.
+// Eight neighbours, or as many as there are; the rest is zero.
 template <class T>
-__device__ void load(const T* from, int64_t n, float* to) {
+__device__ void load_numbers(const T* from, int64_t n, T* to) {
     if (n >= kPack && is_aligned(from)) {
-        for (int part = 0; part < kPack; part += 4) {
-            const Quarter<T> some = *reinterpret_cast<const Quarter<T>*>(from + part);
-            for (int i = 0; i < 4; ++i) to[part + i] = widened(some.at[i]);
+#pragma unroll
+        for (int part = 0; part < kPack; part += Line16<T>::kCount) {
+            const Line16<T> some = *reinterpret_cast<const Line16<T>*>(from + part);
+#pragma unroll
+            for (int i = 0; i < Line16<T>::kCount; ++i) to[part + i] = some.at[i];
         }
         return;
     }
-    for (int i = 0; i < kPack; ++i) to[i] = i < n ? widened(from[i]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) to[i] = i < n ? from[i] : T{};
+}
+
+template <class T>
+__device__ void store_numbers(const T* from, int64_t n, T* to) {
+    if (n >= kPack && is_aligned(to)) {
+#pragma unroll
+        for (int part = 0; part < kPack; part += Line16<T>::kCount) {
+            Line16<T> some;
+#pragma unroll
+            for (int i = 0; i < Line16<T>::kCount; ++i) some.at[i] = from[part + i];
+            *reinterpret_cast<Line16<T>*>(to + part) = some;
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPack; ++i)
+        if (i < n) to[i] = from[i];
+}
+
+// The same as float32.
+template <class T>
+__device__ void load(const T* from, int64_t n, float* to) {
+    T numbers[kPack];
+    load_numbers(from, n, numbers);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) to[i] = widened(numbers[i]);
 }
 
 template <class T>
 __device__ void store(const float* from, uint16_t nan, int64_t n, T* to) {
-    if (n >= kPack && is_aligned(to)) {
-        for (int part = 0; part < kPack; part += 4) {
-            Quarter<T> some;
-            for (int i = 0; i < 4; ++i) narrow(from[part + i], nan, some.at[i]);
-            *reinterpret_cast<Quarter<T>*>(to + part) = some;
-        }
-        return;
-    }
-    for (int i = 0; i < kPack && i < n; ++i) narrow(from[i], nan, to[i]);
+    T numbers[kPack];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) narrow(from[i], nan, numbers[i]);
+    store_numbers(numbers, n, to);
 }
 
 template <class T>
@@ -63,6 +89,20 @@ __device__ float rounded_as(float x, uint16_t nan) {
     T number;
     narrow(x, nan, number);
     return widened(number);
+}
+
+// A curve of a number: from a table, of which each code has an entry of its own, those of signalling NaN too.
+template <class T>
+__device__ T of_curve(T number, const uint16_t* table, int curve, uint16_t nan) {
+    if (table != nullptr && sizeof(T) == 2) {
+        uint16_t code;
+        memcpy(&code, &number, sizeof code);
+        code = table[code];
+        memcpy(&number, &code, sizeof code);
+    } else {
+        narrow(curved(widened(number), Curve(curve)), nan, number);
+    }
+    return number;
 }
 
 __device__ int64_t first_of_pack() { return (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kPack; }
@@ -82,11 +122,19 @@ __device__ void row_norm(const T* x, const T* residual, const float* mean, const
     load(x + at, n, values);
     if (residual != nullptr) load(residual + at, n, added);
     int64_t row = quotient(at, width), column = at - row * width;
-    for (int i = 0; i < kPack && i < n; ++i) {
+    float scales[kPack], shifts[kPack];
+    const bool is_whole = n >= kPack && column + kPack <= width;  // of one row
+    if (weight != nullptr && is_whole) load(weight + column, kPack, scales);
+    if (bias != nullptr && is_whole) load(bias + column, kPack, shifts);
+    float m = mean ? mean[row] : 0.0f, r = rstd[row];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+        if (i >= n) break;
         float value = values[i];
         if (residual != nullptr) value = rounded_as<T>(value + added[i], nan);
-        const float w = weight ? widened(weight[column]) : 1.0f, b = bias ? widened(bias[column]) : 0.0f;
-        const float m = mean ? mean[row] : 0.0f, r = rstd[row];
+        if (!is_whole && weight != nullptr) scales[i] = widened(weight[column]);
+        if (!is_whole && bias != nullptr) shifts[i] = widened(bias[column]);
+        const float w = weight ? scales[i] : 1.0f, b = bias ? shifts[i] : 0.0f;
         if (order == int(Order::Scaled)) {
             value = on_line(value, line_of(m, r, w, b));
         } else {
@@ -96,7 +144,7 @@ __device__ void row_norm(const T* x, const T* residual, const float* mean, const
             if (bias == nullptr && weight != nullptr) value *= w;
         }
         values[i] = value;
-        if (++column == width) column = 0, ++row;
+        if (++column == width && i + 1 < n) column = 0, ++row, m = mean ? mean[row] : 0.0f, r = rstd[row];
     }
     store(values, nan, n, out + at);
 }
@@ -116,28 +164,46 @@ __device__ void grouped_norm(const T* x, const float* mean, const float* rstd, c
         const float w = weight ? widened(weight[c]) : 1.0f, b = bias ? widened(bias[c]) : 0.0f;
         values[i] = on_line(values[i], line_of(mean[group], rstd[group], w, b));
     }
-    if (normed != nullptr) store(values, nan, n, normed + at);
-    for (int i = 0; i < kPack && i < n; ++i) {
-        T number;
-        narrow(values[i], nan, number);
-        if (table != nullptr && sizeof(T) == 2) {
-            uint16_t code;
-            memcpy(&code, &number, sizeof code);
-            code = table[code];
-            memcpy(&number, &code, sizeof code);
-            values[i] = widened(number);
-        } else {
-            values[i] = curved(widened(number), Curve(curve));
-        }
-    }
-    store(values, nan, n, out + at);
+    T numbers[kPack];
+    for (int i = 0; i < kPack; ++i) narrow(values[i], nan, numbers[i]);
+    if (normed != nullptr) store_numbers(numbers, n, normed + at);
+    for (int i = 0; i < kPack && i < n; ++i) numbers[i] = of_curve(numbers[i], table, curve, nan);
+    store_numbers(numbers, n, out + at);
 }
 
-// Batch norms of one pack's channels.
+// Batch norms by channel.
 struct Channels {
     const float *mean, *invstd, *weight, *bias;  // weight and bias or null
-    __device__ float normed(float x, int64_t c, int rounding) const {
-        return batch_normed(x, mean[c], invstd[c], weight ? weight[c] : 1.0f, bias ? bias[c] : 0.0f, rounding);
+    __device__ Normed at(int64_t c) const {
+        return {mean[c], invstd[c], weight ? weight[c] : 1.0f, bias ? bias[c] : 0.0f};
+    }
+};
+
+// Which channels a pack's elements are of.
+enum class Lies { InOne, InNeighbours, Anyhow };
+
+// Batch norms of the elements of a pack.
+template <Lies kLies>
+struct PackOfChannels {
+    Normed of[kLies == Lies::InOne ? 1 : kPack];
+
+    __device__ PackOfChannels(Channels channels, const int64_t* c) {
+        if (kLies == Lies::InNeighbours) {
+            float mean[kPack], invstd[kPack], weight[kPack], bias[kPack];
+            load(channels.mean + c[0], kPack, mean);
+            load(channels.invstd + c[0], kPack, invstd);
+            if (channels.weight) load(channels.weight + c[0], kPack, weight);
+            if (channels.bias) load(channels.bias + c[0], kPack, bias);
+#pragma unroll
+            for (int i = 0; i < kPack; ++i)
+                of[i] = {mean[i], invstd[i], channels.weight ? weight[i] : 1.0f, channels.bias ? bias[i] : 0.0f};
+        } else {
+#pragma unroll
+            for (int i = 0; i < (kLies == Lies::InOne ? 1 : kPack); ++i) of[i] = channels.at(c[i]);
+        }
+    }
+    __device__ float normed(float x, int i, int rounding) const {
+        return batch_normed(x, of[kLies == Lies::InOne ? 0 : i], rounding);
     }
 };
 
@@ -150,11 +216,13 @@ struct Sampled {
     int* flag;
     int64_t begin, step, picks;
 
-    __device__ void look(const T* numbers, int64_t at, int64_t n) const {
+    // A thread reads what it has written itself.
+    __device__ void look(const T* out, int64_t at, int64_t n) const {
         if (picked == nullptr && known == nullptr) return;
+        if (at + n <= begin) return;
         int64_t pick = at <= begin ? 0 : quotient(at - begin + step - 1, step);
         for (; pick < picks && begin + pick * step < at + n; ++pick) {
-            const T number = numbers[begin + pick * step - at];
+            const T number = out[begin + pick * step];
             if (picked != nullptr) picked[pick] = number;
             if (known != nullptr && memcmp_of(number, known[pick])) *flag = 1;
         }
@@ -167,6 +235,37 @@ struct Sampled {
     }
 };
 
+template <class T, Lies kLies>
+__device__ void affine_pack(const T* x, Channels own, const T* residual, Channels of_residual, const uint8_t* mask,
+                            T* out, uint8_t* plane, int64_t at, int64_t n, const int64_t* channel, float lo, float hi,
+                            int activation, int rounding, uint16_t nan) {
+    float values[kPack], added[kPack];
+    load(x + at, n, values);
+    if (residual != nullptr) load(residual + at, n, added);
+    const uint32_t known = mask != nullptr ? mask[at / kPack] : 0;
+    const PackOfChannels<kLies> norms(own, channel);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) values[i] = rounded_as<T>(norms.normed(values[i], i, rounding), nan);
+    if (residual != nullptr) {
+        if (of_residual.mean != nullptr) {
+            const PackOfChannels<kLies> others(of_residual, channel);
+#pragma unroll
+            for (int i = 0; i < kPack; ++i) added[i] = rounded_as<T>(others.normed(added[i], i, rounding), nan);
+        }
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) values[i] = rounded_as<T>(values[i] + added[i], nan);
+    }
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+        values[i] = activated(values[i], activation, lo, hi);
+        if (mask != nullptr) values[i] = as_masked(values[i], known >> i & 1);
+        bits |= uint32_t(i < n && !(rounded_as<T>(values[i], nan) <= 0.0f)) << i;
+    }
+    store(values, nan, n, out + at);
+    if (plane != nullptr) plane[at / kPack] = uint8_t(bits);
+}
+
 // activation(batch_norm(x) [+ residual, or its batch norm]), and the mask of what is above zero, or NaN, in `plane`.
 template <class T>
 __device__ void affine(const T* x, Channels own, const T* residual, Channels of_residual, const uint8_t* mask, T* out,
@@ -174,69 +273,55 @@ __device__ void affine(const T* x, Channels own, const T* residual, Channels of_
                        float hi, int activation, int rounding, uint16_t nan) {
     const int64_t at = first_of_pack(), n = total - at < kPack ? total - at : kPack;
     if (n <= 0) return;
-    float values[kPack], added[kPack];
-    load(x + at, n, values);
-    if (residual != nullptr) load(residual + at, n, added);
-    const uint32_t known = mask != nullptr ? mask[at / kPack] : 0;
-    uint32_t bits = 0;
-    T numbers[kPack];
-    for (int i = 0; i < kPack && i < n; ++i) {
-        const int64_t row = quotient(at + i, inner), c = row - quotient(row, channels) * channels;
-        float value = rounded_as<T>(own.normed(values[i], c, rounding), nan);
-        if (residual != nullptr) {
-            float other = added[i];
-            if (of_residual.mean != nullptr) other = rounded_as<T>(of_residual.normed(other, c, rounding), nan);
-            value = rounded_as<T>(value + other, nan);
+    const int64_t row = quotient(at, inner);
+    int64_t channel[kPack];
+    channel[0] = row - quotient(row, channels) * channels;
+    const bool is_aligned_to_channels = is_aligned(own.mean) && is_aligned(own.invstd) &&
+                                        (!own.weight || is_aligned(own.weight)) && (!own.bias || is_aligned(own.bias));
+    if (inner % kPack == 0) {
+        affine_pack<T, Lies::InOne>(x, own, residual, of_residual, mask, out, plane, at, n, channel, lo, hi, activation,
+                                    rounding, nan);
+    } else if (inner == 1 && channels % kPack == 0 && is_aligned_to_channels) {
+        affine_pack<T, Lies::InNeighbours>(x, own, residual, of_residual, mask, out, plane, at, n, channel, lo, hi,
+                                           activation, rounding, nan);
+    } else {
+        int64_t left = (row + 1) * inner - at;  // elements until the next channel begins
+#pragma unroll
+        for (int i = 1; i < kPack; ++i) {
+            channel[i] = channel[i - 1];
+            if (--left == 0) channel[i] = channel[i] + 1 == channels ? 0 : channel[i] + 1, left = inner;
         }
-        value = activated(value, activation, lo, hi);
-        if (mask != nullptr) value = as_masked(value, known >> i & 1);
-        narrow(value, nan, numbers[i]);
-        values[i] = value;
-        bits |= uint32_t(!(value <= 0.0f)) << i;
+        affine_pack<T, Lies::Anyhow>(x, own, residual, of_residual, mask, out, plane, at, n, channel, lo, hi, activation,
+                                     rounding, nan);
     }
-    store(values, nan, n, out + at);
-    if (plane != nullptr) plane[at / kPack] = uint8_t(bits);
-    sample.look(numbers, at, n);
-}
-
-template <class T>
-__device__ float looked_up(float x, const uint16_t* table) {
-    T number;
-    narrow(x, 0, number);
-    uint16_t code;
-    memcpy(&code, &number, sizeof code);
-    code = table[code];
-    memcpy(&number, &code, sizeof code);
-    return widened(number);
+    sample.look(out, at, n);
 }
 
 template <class T>
 __device__ void gated(const T* gate, const T* up, const uint16_t* table, T* out, T* inner, int64_t total, uint16_t nan) {
     const int64_t at = first_of_pack(), n = total - at;
     if (n <= 0) return;
-    float values[kPack], others[kPack];
-    load(gate + at, n, values);
+    T numbers[kPack];
+    float others[kPack];
+    load_numbers(gate + at, n, numbers);
     load(up + at, n, others);
-    for (int i = 0; i < kPack; ++i) {
-        const bool has_table = table != nullptr && sizeof(T) == 2;
-        values[i] = has_table ? looked_up<T>(values[i], table) : rounded_as<T>(curved(values[i], Curve::Silu), nan);
-    }
-    if (inner != nullptr) store(values, nan, n, inner + at);
-    for (int i = 0; i < kPack; ++i) values[i] *= others[i];
-    store(values, nan, n, out + at);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) numbers[i] = of_curve(numbers[i], table, int(Curve::Silu), nan);
+    if (inner != nullptr) store_numbers(numbers, n, inner + at);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) others[i] *= widened(numbers[i]);
+    store(others, nan, n, out + at);
 }
 
 template <class T>
 __device__ void curve_of(const T* x, const uint16_t* table, T* out, int64_t total, int curve, uint16_t nan) {
     const int64_t at = first_of_pack(), n = total - at;
     if (n <= 0) return;
-    float values[kPack];
-    load(x + at, n, values);
-    for (int i = 0; i < kPack; ++i) {
-        const bool has_table = table != nullptr && sizeof(T) == 2;
-        values[i] = has_table ? looked_up<T>(values[i], table) : curved(values[i], Curve(curve));
-    }
-    store(values, nan, n, out + at);
+    T numbers[kPack];
+    load_numbers(x + at, n, numbers);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) numbers[i] = of_curve(numbers[i], table, curve, nan);
+    store_numbers(numbers, n, out + at);
 }
 
 template <class T>
@@ -246,6 +331,7 @@ __device__ void dropout(const T* x, const uint8_t* mask, T* out, int64_t total, 
     float values[kPack];
     load(x + at, n, values);
     const uint32_t bits = mask[at / kPack];
+#pragma unroll
     for (int i = 0; i < kPack; ++i) values[i] = dropped(values[i], bits >> i & 1, scale);
     store(values, nan, n, out + at);
 }

@@ -141,7 +141,14 @@ def test_other_roundings_and_what_is_picked() -> None:
 @triton_test
 @pytest.mark.parametrize("rounding", Rounding)
 def test_affine_on_triton(rounding: Rounding) -> None:
-    for shape, layout in [(shape, torch.contiguous_format) for shape in SHAPES] + [((3, 5, 7, 9), torch.channels_last)]:
+    check_affine(launchers, DEVICE, rounding)
+
+
+def check_affine(kernels: Any, device: str, rounding: Rounding) -> None:
+    """Compares a device's kernel with the reference: odd numbers, masks, residuals, second norms, what is picked."""
+    channels_last = ((3, 5, 7, 9), (2, 16, 3, 3), (2, 8, 4, 4))
+    layouts = [(shape, torch.contiguous_format) for shape in (*SHAPES, *channels_last)]
+    for shape, layout in [*layouts, *((shape, torch.channels_last) for shape in channels_last)]:
         x, residual = (numbers(*shape, seed=i).contiguous(memory_format=layout) for i in (7, 8))
         x.as_strided((3,), (1,))[:] = torch.tensor([-0.0, math.inf, 1e-40])
         residual[:1, :1] = 1e-40
@@ -158,12 +165,12 @@ def test_affine_on_triton(rounding: Rounding) -> None:
             step = max(1, x.numel() // 64)
             picks = min(64, -(-(x.numel() - step + 1) // step))
             results = []
-            for ops, device in ((launchers, DEVICE), (reference, "cpu")):
+            for ops, where in ((kernels, device), (reference, "cpu")):
                 arguments = x, mean, invstd.abs(), *given
-                moved = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
-                out, picked = torch.empty_like(moved[0]), torch.empty(picks, device=device)
-                plane = None if of_mask is None else of_mask.to(device)
-                second = [None if each is None else each.to(device) for each in of_residual]
+                moved = [each.to(where) if isinstance(each, Tensor) else each for each in arguments]
+                out, picked = torch.empty_like(moved[0]), torch.empty(picks, device=where)
+                plane = None if of_mask is None else of_mask.to(where)
+                second = [None if each is None else each.to(where) for each in of_residual]
                 ops.affine(*moved, *images(x), out, plane, rounding, picked, step - 1, step, *second)
                 results.append((out.cpu(), picked.cpu()))
                 again = torch.empty_like(out)
@@ -176,10 +183,15 @@ def test_affine_on_triton(rounding: Rounding) -> None:
 
 @triton_test
 def test_affine_on_triton_refuses_a_mask_of_another_size() -> None:
-    x, ones = torch.zeros(2, 3, 4, 4, device=DEVICE), torch.ones(3, device=DEVICE)
+    check_mask_of_another_size(launchers, DEVICE)
+
+
+def check_mask_of_another_size(kernels: Any, device: str) -> None:
+    """A mask that does not fit is refused before anything is launched."""
+    x, ones = torch.zeros(2, 3, 4, 4, device=device), torch.ones(3, device=device)
     with pytest.raises(DamagedPlanesError):
-        mask = torch.zeros(11, dtype=torch.uint8, device=DEVICE)
-        launchers.affine(x, ones, ones, None, None, None, *NOTHING, *images(x), torch.empty_like(x), mask)
+        mask = torch.zeros(11, dtype=torch.uint8, device=device)
+        kernels.affine(x, ones, ones, None, None, None, *NOTHING, *images(x), torch.empty_like(x), mask)
 
 
 @native_test

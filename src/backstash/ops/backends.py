@@ -7,7 +7,7 @@ too. Codecs call the ops, so that torch.compile can trace them. What runs once p
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import warnings
 from functools import cache
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backstash.ops import triton
 from backstash.ops.cpu import library
-from backstash.ops.table import IN_CUDA, TABLE, Kernel
+from backstash.ops.table import TABLE, Kernel
 
 CHOICES = ("auto", "reference")
 FILES = {"reference": "reference", "native": "cpu", "triton": "triton"}
@@ -60,11 +60,11 @@ class Kernels:
         return getattr(importlib.import_module(f"{row.package}.{FILES[self.backend]}"), row.name)
 
     def _in_cuda(self, row: Kernel) -> Any | None:
-        """The module of a family that is written in CUDA C++, where it was built and this GPU runs it; else None."""
-        if self.backend != "triton" or row.without.get("triton") != IN_CUDA["triton"]:
+        """The module in CUDA C++ that has the kernel, where it was built and this GPU runs it; else None."""
+        if self.backend != "triton" or importlib.util.find_spec(f"{row.package}.cuda") is None:
             return None
         module = importlib.import_module(f"{row.package}.cuda")
-        return module if module.available() else None
+        return module if hasattr(module, row.name) and module.available() else None
 
 
 @cache

@@ -42,6 +42,8 @@ class Rounding(IntEnum):
     """``fma((x - mean) * invstd, weight, bias)``."""
     CENTRED = 3
     """``fma(x - mean, invstd * weight, bias)``."""
+    SHIFTED = 4
+    """``fma(x, invstd * weight, bias - mean * (invstd * weight))``: cuDNN, where it reads a channel once."""
 
 
 class NormOrder(IntEnum):

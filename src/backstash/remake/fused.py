@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 APPLIED = 1 << 17
 """Elements of a remade value that a mask is applied to at a time on CPU, a multiple of 8: 512 KiB of float32."""
 
+SHORT = (torch.bfloat16, torch.float16)
+
+CHANNELS, SOME_CHANNELS = 256, 4
+"""Of the batch norms that orders are tried on: in numbers of 16 bits, and in float32."""
+
 _Activation = tuple[Activation, float, float]
 """An activation and its numbers, as the kernel ``affine`` takes them."""
 
@@ -61,7 +66,7 @@ def affine(
     layout = images(x)
     if layout is None or not per_channel(x.shape[1], *vectors, *of_residual) or may_mix_nans(*vectors):
         return None
-    rounding = rounding_of(x.device, layout[1] == 1)
+    rounding = rounding_of(spec, layout[1] == 1)
     if not rounding:
         return None
     result = out() if out is not None else None
@@ -113,35 +118,51 @@ def _vectors(norm: Call) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     )
 
 
-def rounding_of(device: torch.device, is_channels_last: bool) -> str:
-    """The name of the order in which a batch norm computes under the settings of the process; "" where none is known.
+def rounding_of(x: TensorSpec, is_channels_last: bool) -> str:
+    """The name of the order in which a batch norm of ``x`` computes under the settings of the process; "" for none.
 
     Note: [orders of a batch norm]
-        On x86 there is one. On an accelerator there may be one for each library and layout, so all are tried on a small
-        batch norm. Whether the one that is found is that of larger ones is left to the proof of each recipe.
+        On x86 there is one. On an accelerator there is one for each kernel of each library, and cuDNN takes its kernel
+        by the shape. So all orders are tried on a batch norm of some channels of that shape. Whether the one that is
+        found is that of all channels is left to the proof of each recipe. Numbers of 16 bits hide most differences: one
+        element in a million tells two orders apart. So the bias takes away what the weight has made of an element of
+        each channel, and what is left of that is the rounding alone. ATen has one kernel for all shapes of bfloat16;
+        for float16, which is cuDNN's, nothing is tried.
     """
-    if device.type == "cpu":
+    if x.device.type == "cpu":
         return Rounding.SCALED.name
+    if x.dtype is torch.float16:
+        return ""
+    shape = (4, CHANNELS, 5, 5) if x.dtype in SHORT else (x.shape[0], min(SOME_CHANNELS, x.shape[1]), *x.shape[2:])
 
     def prove() -> str:
         with no_torch_function():
-            return without_gradients(lambda: _matching(device, is_channels_last))
+            return without_gradients(lambda: _matching(x.device, shape, is_channels_last, x.dtype))
 
-    return proofs.ask("rounding", (device, is_channels_last), prove, device_type=device.type) or ""
+    return proofs.ask("rounding", (x.device, shape, is_channels_last, x.dtype), prove, device_type=x.device.type) or ""
 
 
-def _matching(device: torch.device, is_channels_last: bool) -> str:
-    numbers = torch.arange(4 * 6 * 5 * 5, dtype=torch.float32, device=device)
-    layout = torch.channels_last if is_channels_last else torch.contiguous_format
-    x = (numbers.sin() * 3 + 1).view(4, 6, 5, 5).contiguous(memory_format=layout)
-    weight, bias = numbers[:6].cos() + 2, numbers[6:12].sin()
+def _matching(device: torch.device, shape: tuple[int, ...], is_channels_last: bool, dtype: torch.dtype) -> str:
+    channels = shape[1]
+    numbers = torch.arange(math.prod(shape), dtype=torch.float32, device=device)
+    x = (numbers.sin() * 3 + 1).view(shape).to(dtype)
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape)) if is_channels_last else None
+    x = x.contiguous(memory_format=layout or torch.contiguous_format)
+    vector = torch.arange(channels, dtype=torch.float32, device=device)
+    weight, bias = vector.cos() + 2, torch.zeros(channels, device=device)
+    _, mean, invstd = batch_norm_with_statistics(x, weight, bias)
+    bias = -(weight * (x.reshape(shape[0], channels, -1)[0, :, 0].float() - mean) * invstd)
     expected, mean, invstd = batch_norm_with_statistics(x, weight, bias)
     sizes = images(x)
     assert sizes is not None
+    kernels = backends.serving(device.type)
     for rounding in Rounding:
         result = torch.empty_like(x)
-        given = x, mean, invstd, weight, bias, None, *_NOTHING, *sizes, result, None, rounding
-        backends.serving(device.type).affine(*given)
+        given = x, mean, invstd, weight, bias, None, *_NOTHING, *sizes
+        if dtype is torch.float32:
+            kernels.affine(*given, result, None, rounding)
+        else:
+            kernels.channel_norm(*given, 0, result, rounding)
         if torch.equal(bits_of(result), bits_of(expected)):
             return rounding.name
     return ""

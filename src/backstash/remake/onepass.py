@@ -26,10 +26,11 @@ from backstash.codecs.base import flat
 from backstash.numerics import settings
 from backstash.ops import backends
 from backstash.ops.bits import bits_of
-from backstash.ops.layout import Activation, ComputedCurve, NormOrder, images, per_channel
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder, Rounding, images, per_channel
 from backstash.proofs import proofs
 from backstash.remake import fused
 from backstash.remake.calls import INPUT, Held, Leaf, Memory
+from backstash.remake.fused import SHORT
 from backstash.remake.repeating import repeat
 from backstash.saved import TensorSpec
 from backstash.torch_internals import no_torch_function, without_gradients
@@ -37,8 +38,6 @@ from backstash.torch_internals import no_torch_function, without_gradients
 if TYPE_CHECKING:
     from backstash.remake.calls import Call
     from backstash.remake.recipes import Recipe
-
-SHORT = (torch.bfloat16, torch.float16)
 
 CODES = 1 << 16
 
@@ -147,9 +146,7 @@ def _layer_norm(recipe: Recipe, out: TensorSpec | None = None) -> OnePass | None
         return None
     width = _width(call)
     held = _held(call, ("weight", 2), ("bias", 3))
-    if width is None or not _is_contiguous(x.spec) or x.spec != call.spec:
-        return None
-    if out.shape != x.spec.shape or out.stride != x.spec.stride:
+    if width is None or not _is_contiguous(x.spec) or x.spec != call.spec or not _has_numbers_of(out, x.spec):
         return None
     if held is None or not _takes_vectors(held, width, x.spec.dtype):
         return None
@@ -186,7 +183,7 @@ def _row_norm(
             bias = torch.zeros(values.numel() // rstd.numel(), dtype=torch.float32, device=values.device)
             if weight is not None:
                 weight = weight.float()
-        kernel(values, None, mean, rstd, weight, bias, order, nan_of(made), out)
+        kernel(values, None, mean, rstd, weight, bias, order, nan_of(made), out.view(values.shape))
         return True
 
     return OnePass(operands, make)
@@ -218,9 +215,10 @@ def _matching(device: torch.device) -> str:
 def _rounded_norm(recipe: Recipe) -> OnePass | None:
     """A layer norm in another dtype; or ``(x * r).to(...)`` of float32 ``x`` [..., width] and held ``r`` [..., 1].
 
-    Autocast converts the former for each layer that reads it; the latter is the first half of an RMS norm.
+    Autocast converts the former for each layer that reads it, perhaps in another shape; the latter is the first half of
+    an RMS norm.
     """
-    inner = _only_inner(recipe)
+    inner = _only_inner(recipe, reshaped=True)
     if inner is not None and inner.call.name == "layer_norm":
         return _layer_norm(inner, recipe.call.spec)
     return None if inner is None or recipe.call.spec.dtype not in SHORT else _times_rows(inner, recipe.call.spec, None)
@@ -257,7 +255,7 @@ def _times_rows(product: Recipe, spec: TensorSpec, weight: PassInput | None) -> 
     width, rows = x.spec.shape[-1], math.prod(x.spec.shape[:-1])
     if scale.tensor.shape != (*x.spec.shape[:-1], 1) or scale.tensor.dtype is not torch.float32 or rows == 0:
         return None
-    if spec.shape != x.spec.shape or spec.stride != x.spec.stride or width % LINE:
+    if not _has_numbers_of(spec, x.spec) or width % LINE:
         return None
     vector = None if weight is None else weight.given.tensor  # type: ignore[union-attr]
     if vector is not None and (vector.shape != (width,) or vector.dtype is not spec.dtype):
@@ -269,7 +267,7 @@ def _times_rows(product: Recipe, spec: TensorSpec, weight: PassInput | None) -> 
         values, rstd, vector = _spread(tensors, has)
         if not _fits(values, wide) or not rstd.is_contiguous() or fused.may_mix_nans(rstd):
             return False
-        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec), out)
+        kernel(values, None, None, rstd, vector, None, NormOrder.ROUNDED, nan_of(spec), out.view(values.shape))
         return True
 
     return OnePass(operands, make)
@@ -341,7 +339,10 @@ def _channel_norm(recipe: Recipe) -> OnePass | None:
     mean, invstd = (PassInput(each, call, place) for each, place in zip(call.statistics, (MEAN, RSTD), strict=True))
     added = None if residual is None else _reader_of(recipe, residual)
     operands, has = _listed(_reader_of(norm, x), mean, invstd, weight, bias, added)
-    kernel = backends.serving(spec.device.type).channel_norm
+    rounding = fused.rounding_of(spec, sizes[1] == 1)
+    if not rounding:
+        return None
+    kernel, order = backends.serving(spec.device.type).channel_norm, Rounding[rounding]
     numbers = activation or (Activation.NONE, 0.0, 0.0)
 
     def make(tensors: Sequence[Tensor], out: Tensor) -> bool:
@@ -349,7 +350,7 @@ def _channel_norm(recipe: Recipe) -> OnePass | None:
         fits = _fits(values, spec) and (added is None or _fits(added, spec))
         if not fits or not per_channel(spec.shape[1], mean, invstd, weight, bias) or fused.may_mix_nans(mean, invstd):
             return False
-        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec), out)
+        kernel(values, mean, invstd, weight, bias, added, *numbers, *sizes, nan_of(spec), out, order)
         return True
 
     return OnePass(operands, make)
@@ -587,12 +588,19 @@ def _source(recipe: Recipe) -> Leaf | None:
     return first if isinstance(first, Leaf) else None
 
 
-def _only_inner(recipe: Recipe) -> Recipe | None:
+def _only_inner(recipe: Recipe, reshaped: bool = False) -> Recipe | None:
     """The recipe of the only input, where that is all of what this recipe makes, under the same settings."""
     given = recipe.inputs[0] if len(recipe.inputs) == 1 else None
-    if not isinstance(given, tuple) or not _fills(given) or given[0].call.settings is not recipe.call.settings:
+    if not isinstance(given, tuple) or given[0].call.settings is not recipe.call.settings:
         return None
-    return given[0]
+    inner, view = given
+    is_reshaped = reshaped and view.offset == 0 and _has_numbers_of(view.spec, inner.call.spec)
+    return inner if is_reshaped or _fills(given) else None
+
+
+def _has_numbers_of(spec: TensorSpec, other: TensorSpec) -> bool:
+    """Whether both lie in memory without gaps, and one is the other in another shape."""
+    return _is_contiguous(spec) and _is_contiguous(other) and math.prod(spec.shape) == math.prod(other.shape)
 
 
 def _fills(given: tuple[Recipe, Any]) -> bool:

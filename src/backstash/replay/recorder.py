@@ -633,7 +633,7 @@ class _Writer:
         if lies is None or source.spec.dtype is not torch.float32:
             return None
         device = spec.device
-        rounding = "" if device.type == "cpu" else fused.rounding_of(device, lies[1] == 1)
+        rounding = "" if device.type == "cpu" else fused.rounding_of(spec, lies[1] == 1)
         if device.type != "cpu" and not rounding:
             return None
         made: CallTree | None = None

@@ -112,9 +112,9 @@ def affine(
         residual_mean, residual_invstd, residual_weight, residual_bias: where ``residual`` is the input of a batch norm
             whose result is added.
     """
-    y = _normalized(x, mean, invstd, weight, bias, rounding)
+    y = normalized(x, mean, invstd, weight, bias, rounding)
     if residual is not None and residual_mean is not None and residual_invstd is not None:
-        residual = _normalized(residual, residual_mean, residual_invstd, residual_weight, residual_bias, rounding)
+        residual = normalized(residual, residual_mean, residual_invstd, residual_weight, residual_bias, rounding)
     if residual is not None:
         y = y + residual
     out.copy_(_activated(y, activation, lo, hi))
@@ -130,13 +130,16 @@ def pick(out: Tensor, picked: Tensor, begin: int, step: int) -> None:
     picked.copy_(out.as_strided((picked.numel(),), (step,), int(out.storage_offset()) + begin))
 
 
-def _normalized(
+def normalized(
     x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None, rounding: int
 ) -> Tensor:
+    """Returns the batch norm of float32 ``x`` [N, C, ...] in the order that is asked for."""
     bias = torch.zeros_like(mean) if bias is None else bias
     scale = invstd if weight is None else invstd * weight
     if rounding == Rounding.SCALED:
         return fused(x, _spread(scale, x), _spread(fused(-mean, scale, bias), x))
+    if rounding == Rounding.SHIFTED:
+        return fused(x, _spread(scale, x), _spread(bias - mean * scale, x))
     centred, added = x - _spread(mean, x), _spread(bias, x)
     if rounding == Rounding.CENTRED:
         return fused(centred, _spread(scale, x), added)

@@ -20,6 +20,8 @@ WEIGHTED = tl.constexpr(int(Rounding.WEIGHTED))
 
 NORMALIZED = tl.constexpr(int(Rounding.NORMALIZED))
 
+SHIFTED = tl.constexpr(int(Rounding.SHIFTED))
+
 TINY = tl.constexpr(2.0**-126)
 
 
@@ -37,6 +39,9 @@ def normalized(x, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, valid, RO
         y = tl.fma(weight * (x - mean), invstd, bias)
     elif ROUNDING == NORMALIZED:
         y = tl.fma((x - mean) * invstd, tl.zeros_like(x) + weight, bias)
+    elif ROUNDING == SHIFTED:
+        scale = invstd * weight
+        y = tl.fma(x, scale, bias - mean * scale)
     else:
         y = tl.fma(x - mean, invstd * weight, bias)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, threads_for
-from backstash.ops.layout import bytes_for, images
+from backstash.ops.layout import Rounding, bytes_for, images
 from backstash.ops.onepass import reference as reference
 
 _ENDS = [c_void_p, c_void_p, c_int]
@@ -143,8 +143,12 @@ def channel_norm(
     inner: int,
     nan: int,
     out: Tensor,
+    rounding: int = Rounding.SCALED,
 ) -> None:
-    """See :func:`backstash.ops.onepass.reference.channel_norm`."""
+    """See :func:`backstash.ops.onepass.reference.channel_norm`, to which other roundings are left."""
+    if rounding != Rounding.SCALED:
+        given = x, mean, invstd, weight, bias, residual, activation, lo, hi, outer, inner, nan, out, rounding
+        return reference.channel_norm(*given)
     lines = torch.empty(2 * x.shape[1], dtype=torch.float32, device="cpu")
     _lib.bs_channel_norm(
         x.data_ptr(),

@@ -41,7 +41,8 @@ def _loaded(name: str, device: int) -> int:
     return launcher.load(launcher.FATBIN.read_bytes(), name, device, THREADS, 0, KERNELS[name])
 
 
-def _launch(name: str, x: Tensor, *args: Any) -> None:
+def launch(name: str, x: Tensor, *args: Any) -> None:
+    """Launches a kernel of the fatbin, with a thread for each pack of ``x``, and these arguments."""
     device = x.device.index
     blocks = -(-x.numel() // (PACK * THREADS))
     opened: Any = launcher.open_launcher()
@@ -65,7 +66,7 @@ def row_norm(
     types = NAMES[x.dtype], NAMES[of_vector], NAMES[out.dtype]
     width = x.numel() // max(1, rstd.numel())
     given = x, residual, mean, rstd, weight, bias, out, x.numel(), width, int(order), nan
-    _launch(f"bs_row_norm_{'_'.join(types)}", x, *given)
+    launch(f"bs_row_norm_{'_'.join(types)}", x, *given)
 
 
 def grouped_norm(
@@ -91,7 +92,7 @@ def grouped_norm(
     channels = x.shape[1]
     pixels = x.numel() // max(1, x.shape[0] * channels)
     given = x, mean, rstd, weight, bias, whole, out, normed, x.numel(), channels, sizes[1], pixels, groups
-    _launch(f"bs_grouped_norm_{'_'.join(types)}", x, *given, int(curve), nan)
+    launch(f"bs_grouped_norm_{'_'.join(types)}", x, *given, int(curve), nan)
 
 
 def channel_norm(
@@ -108,12 +109,13 @@ def channel_norm(
     inner: int,
     nan: int,
     out: Tensor,
+    rounding: int = Rounding.SCALED,
 ) -> None:
     """See :func:`backstash.ops.onepass.reference.channel_norm`."""
     given = x, mean, invstd, weight, bias, residual, None, None, None, None, None, out, None, None, None, None
     sizes = x.numel(), x.shape[1], inner, 0, 1, 0
-    numbers = float(lo), float(hi), int(activation), int(Rounding.SCALED), nan
-    _launch(f"bs_affine_{NAMES[x.dtype]}", x, *given, *sizes, *numbers)
+    numbers = float(lo), float(hi), int(activation), int(rounding), nan
+    launch(f"bs_affine_{NAMES[x.dtype]}", x, *given, *sizes, *numbers)
 
 
 def gated(
@@ -129,19 +131,19 @@ def gated(
     inner: Tensor | None,
 ) -> None:
     """See :func:`backstash.ops.onepass.reference.gated`."""
-    _launch(f"bs_gated_{NAMES[gate.dtype]}", gate, gate, up, whole, out, inner, gate.numel(), nan)
+    launch(f"bs_gated_{NAMES[gate.dtype]}", gate, gate, up, whole, out, inner, gate.numel(), nan)
 
 
 def curve(
     x: Tensor, curve: int, whole: Tensor | None, tail: Tensor | None, chunk: int, step: int, nan: int, out: Tensor
 ) -> None:
     """See :func:`backstash.ops.onepass.reference.curve`."""
-    _launch(f"bs_curve_{NAMES[x.dtype]}", x, x, whole, out, x.numel(), int(curve), nan)
+    launch(f"bs_curve_{NAMES[x.dtype]}", x, x, whole, out, x.numel(), int(curve), nan)
 
 
 def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -> None:
     """See :func:`backstash.ops.onepass.reference.dropout_bits`."""
-    _launch(f"bs_dropout_{NAMES[x.dtype]}", x, x, mask, out, x.numel(), scale, nan)
+    launch(f"bs_dropout_{NAMES[x.dtype]}", x, x, mask, out, x.numel(), scale, nan)
 
 
 @cache

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Activation, ComputedCurve, NormOrder, bytes_for, images
-from backstash.ops.norms.reference import fused
+from backstash.ops.layout import Activation, ComputedCurve, NormOrder, Rounding, bytes_for, images
+from backstash.ops.norms.reference import fused, normalized
 from backstash.ops.registration import kernel
 from backstash.ops.table import IN_CUDA
 
@@ -302,7 +302,7 @@ def curve(
 
 @kernel(
     "(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, int activation, "
-    "float lo, float hi, int outer, int inner, int nan, Tensor(a!) out) -> ()",
+    "float lo, float hi, int outer, int inner, int nan, Tensor(a!) out, int rounding=0) -> ()",
     check=_check,
     without=IN_CUDA,
 )
@@ -320,10 +320,11 @@ def channel_norm(
     inner: int,
     nan: int,
     out: Tensor,
+    rounding: int = Rounding.SCALED,
 ) -> None:
     """Fills ``out`` with ``activation(batch_norm(x) [+ residual])``, each of which is rounded to x's dtype.
 
-    The batch norm is that of :func:`backstash.ops.norms.reference.affine` in the order SCALED.
+    The batch norm is that of :func:`backstash.ops.norms.reference.affine`.
 
     Bytes: those of x, residual and out; statistics, weight and bias come from a cache.
 
@@ -333,11 +334,9 @@ def channel_norm(
         activation, lo, hi: as for ``affine``.
         outer, inner: what :func:`backstash.ops.layout.images` says of ``x``.
         nan: as for :func:`row_norm`.
+        rounding: code of a :class:`backstash.ops.layout.Rounding`.
     """
-    across = (1, x.shape[1], *[1] * (x.dim() - 2))
-    scale = invstd if weight is None else invstd * weight
-    shift = fused(-mean, scale, torch.zeros_like(mean) if bias is None else bias)
-    y = fused(*torch.broadcast_tensors(_wide(x), scale.view(across), shift.view(across)))
+    y = normalized(_wide(x), mean, invstd, weight, bias, rounding)
     if residual is not None:
         y = _wide(rounded(y.contiguous(), x.dtype, nan)) + _wide(residual)
     y = _wide(rounded(y.contiguous(), x.dtype, nan))
