@@ -119,6 +119,8 @@ _UNARY = [
         detached_sin="{a}.detach().sin() * {a}",
         unfold="{a}.unfold(3, 3, 1).mean(4).tanh().sum() + {a}",
         index_channels="{a}[:, [0, 1] * ({a}.shape[1] // 2)].tanh()",
+        index_pairs="{a}[{a}.detach()[:, :1, 0, 0].argsort(0), torch.arange({a}.shape[1], device={a}.device)[None]]"
+        ".tanh()",
     ),
     Kind("bfloat16", "unary", "{out} = {a}.bfloat16().sin().float()", exact=True),
     Kind("to_float", "unary", "{out} = {a}.float()", exact=True),

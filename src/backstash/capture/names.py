@@ -266,20 +266,19 @@ class Names:
         for known in self.learned.nodes.get(index, ()):
             if fits(known, node, found):
                 return known.places, True
-        specs = {}
-        for role, saved in found:
-            assert saved.dense is not None
-            specs[role] = TensorSpec.of(saved.dense)
+        own_specs = [TensorSpec.of(saved.dense) for _, saved in found if saved.dense is not None]
+        specs = {role: spec for (role, _), spec in zip(found, own_specs, strict=True)}
         asked = _Asked(node)
-        places = []
+        places, members = [], dict.fromkeys(specs, 0)
         builtin = not isinstance(node, torch.autograd.function.BackwardCFunction)
-        for role, saved in found:
-            spec, wrapping = specs[role], saved.origin.wrapping
+        for (role, saved), spec in zip(found, own_specs, strict=True):  # the tensors of a list have one role
+            wrapping = saved.origin.wrapping
             reading = formulas.requirement_of(asked, role, spec, specs, op) if builtin else formulas.VALUE
             if wrapping is not None:
                 reading = wrapping.reading(reading)
             claimable = builtin and wrapping is None and self._can_claim(op, role, spec)
-            places.append(Place(_facts(frame, op, number, role, spec, reading), claimable))
+            places.append(Place(_facts(frame, op, number, role, spec, reading, members[role]), claimable))
+            members[role] += 1
         if _is_comparable(tuple(asked._noted.values())) and all(saved.origin.wrapping is None for _, saved in found):
             roles = tuple([role for role, _ in found])
             self._remember(index, KnownNode(roles, places, tuple(asked._noted.items())))
@@ -310,10 +309,10 @@ class Names:
 
 
 def _facts(
-    frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: formulas.Requirement
+    frame: Frame, op: str, number: int, role: str, spec: TensorSpec, reading: formulas.Requirement, member: int = 0
 ) -> SavedTensor:
     return SavedTensor(
-        f"{frame.label}/{op}#{number}:{role}",
+        f"{frame.label}/{op}#{number}:{role}{f'.{member}' if member else ''}",
         op,
         role,
         frame.fqn,
