@@ -2,7 +2,8 @@
 
 1. Bits of all gradients in three steps against plain's, but for those that plain itself computes differently a second
    time; the peak of a step; then rounds of all ways whose bits are right.
-2. The largest batch, or sequence, that fits; then rounds, in which each way trains at its own size.
+2. The same at four times the size, where the device sets the pace.
+3. The largest batch, or sequence, that fits; then rounds, in which each way trains at its own size.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from bench.gpu.ways import AGAIN, PLAIN, PLANS, WAYS, Maker, Way, budgeted
 FILLING = ("plain", "checkpoint", "save_on_cpu", "lossless", "offload", "cdma", "quantized, 4 bits")
 """The ways that are worth filling the memory with."""
 
+LARGE = 4
+"""Times the usual size: then the device sets the pace."""
+
 OFFERED = 0.9
 """The share of the free memory that a loop within a budget is given: its first steps are a little off."""
 
@@ -40,6 +44,7 @@ def measure(run: Run) -> None:
         if find_spec(network.needs) is None:
             continue
         _host_bound(run, name)
+        _large(run, name)
         _filling(run, name)
 
 
@@ -77,6 +82,16 @@ def _host_bound(run: Run, name: str) -> None:
         return Training(NETWORKS[name], run.device, run.small)
 
     compare(run, f"{name}/steps", training, {**WAYS, **PLANS})
+
+
+def _large(run: Run, name: str) -> None:
+    @cache
+    def training() -> Training:
+        made = Training(NETWORKS[name], run.device, run.small)
+        made.resize(LARGE * made.size)
+        return made
+
+    compare(run, f"{name}/large", training, {of: WAYS[of] for of in (PLAIN, AGAIN, *FILLING[1:])})
 
 
 def compare(run: Run, prefix: str, training: Callable[[], Training], makers: dict[str, Maker]) -> None:

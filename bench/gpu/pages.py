@@ -178,6 +178,7 @@ def _g1(parts: Parts) -> Iterator[Section]:
 def _networks(parts: Parts) -> Iterator[Section]:
     for network in parts.firsts():
         yield _steps(parts, network)
+        yield _steps(parts, network, "large")
         yield _filling(parts, network)
 
 
@@ -188,7 +189,7 @@ def _steps(parts: Parts, network: str, level: str = "steps") -> Section:
     plain = found.get("plain")
     again = found.get("plain again", {}).get("differing", ())
     prefix = "/".join(levels)
-    foreseen = parts.parts.get(f"{network}/predicted", {}).get("result") or {}
+    foreseen = (parts.parts.get(f"{network}/predicted", {}).get("result") or {}) if level == "steps" else {}
     rows = []
     for way, row in found.items():
         if "/" in way or "peak_nbytes" not in row:
@@ -210,7 +211,8 @@ def _steps(parts: Parts, network: str, level: str = "steps") -> Section:
         )
     head = ("", "peak MiB", "predicted", "x plain", "step ms", "predicted ms", "x plain", "bits", "")
     notes = [f"plain computes {len(again)} gradients differently a second time; they are not compared"] if again else []
-    return Section(f"{network}: steps of one size", head, rows, notes)
+    title = "steps of four times the size" if level == "large" else "steps of one size"
+    return Section(f"{network}: {title}", head, rows, notes)
 
 
 def _filling(parts: Parts, network: str) -> Section:
