@@ -195,14 +195,20 @@ def find(kind: str) -> Device:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, torch computes the same twice, as far as it can. cuBLAS needs a setting of the environment for it."""
+    """Inside, torch computes the same twice, as far as it can. cuBLAS needs a setting of the environment for it.
+
+    cuDNN's attention does not repeat itself in backward, whatever is asked for, so another one is taken.
+    """
     was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it takes time
+    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 

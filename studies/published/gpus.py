@@ -41,6 +41,41 @@ def choices() -> str:
     return f"{machine_line(_KIND)} Shares of plain's.\n\n{table(head, rows)}"
 
 
+_REGIMES = {
+    ("gpu-g2", "resnet50/steps"): "ResNet-50, float32, 64 images: the host sets the pace",
+    ("gpu-g2", "resnet50/large"): "the same, 256 images: the GPU sets the pace",
+    ("gpu-g4", "resnet50"): "the same, 64 images, captured in a graph",
+    ("gpu-g2", "resnet50_bf16/large"): "ResNet-50, bfloat16, channels_last, 256 images",
+}
+_SHOWN = ("checkpoint", "lossless", "offload", "quantized, 4 bits")
+
+
+def regimes() -> str:
+    """Peak and time of ways, as shares of plain's, in each regime."""
+    rows = []
+    for (program, prefix), words in _REGIMES.items():
+        parts = load(f"{program}-cuda")["parts"]
+        times = parts[f"{prefix}/times"]["result"]
+        plain = parts[f"{prefix}/plain"]["result"]["peak_nbytes"]
+        cells = [words]
+        for way in _SHOWN:
+            found = parts.get(f"{prefix}/{way}", {}).get("result")
+            timed = times.get(way)
+            if found is None or timed is None:
+                cells.append("")
+                continue
+            took = timed["times_plain"] if "times_plain" in timed else _over(timed, times["plain"])
+            cells.append(f"{found['peak_nbytes'] / plain:.2f} at {took['median']:.2f}")
+        rows.append(tuple(cells))
+    head = ("", *(f"`{way}`" for way in _SHOWN))
+    about = "Peak at time of a step, as shares of plain's in the same regime."
+    return f"{machine_line('gpu-g2-cuda')} {about}\n\n{table(head, rows)}"
+
+
+def _over(timed: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
+    return {"median": timed["median"] / plain["median"]}
+
+
 def steps() -> str:
     """Peaks, times and bits of every way on every network."""
     parts = [machine_line(_KIND)]
@@ -186,6 +221,7 @@ def program(name: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "gpu": steps,
     "gpu-choices": choices,
+    "gpu-regimes": regimes,
     "costs": costs,
     "cuda-code": cuda_code,
     "device": counts,

@@ -89,7 +89,8 @@ def machine_line(kind: str) -> str:
     if machine is None:
         return "The same on every machine."
     version = machine.get("torch") or machine["packages"]["torch"]
-    commit = f", commit `{machine['commit'][:12]}`" if machine.get("commit") else ""
+    of = results.get("files_of") or machine.get("commit")  # a lent machine has files and no history of their commit
+    commit = f", commit `{of[:12]}`" if of else ""
     for run in results.get("resumed", ()):
         commit += f", resumed {run['started'][:10]}" + (f" at `{run['commit'][:12]}`" if run["commit"] else "")
     threads = "" if machine["threads"] == machine["cores"] else ", 1 thread"
