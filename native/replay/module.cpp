@@ -13,6 +13,8 @@ PyTypeObject packed_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 namespace {
 
+constexpr size_t MOST_FAILED = 16;  // backward passes that have not ended, because they failed or go on
+
 PyTypeObject replayer_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 Replayer& replayer_of(PyObject* object) { return *reinterpret_cast<Replayer*>(object); }
@@ -167,6 +169,9 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     run->registers.resize(run->script->registers);
     run->inputs.resize(2 * run->script->calls.size());  // conversions come behind
     replayer.session->is_unpacked = replayer.session->stops = false;
+    replayer.session->rows = Rows();  // a graph's memory is its own
+    auto& comparisons = replayer.session->comparisons;
+    while (comparisons.size() > MOST_FAILED) comparisons.erase(comparisons.begin());
     replayer.session->stashed_nbytes = replayer.session->needed_nbytes = 0;
     run->taken->resize(run->values.size());
     replayer.taken = run->taken;
@@ -239,6 +244,22 @@ PyObject* replayer_place(PyObject* self, void*) {
 
 PyObject* replayer_kinds(PyObject* self, void*) { return Py_NewRef(replayer_of(self).kinds.get()); }
 
+PyObject* replayer_comparisons(PyObject* self, PyObject* number) {
+    HANDLE_TH_ERRORS
+    auto& all = replayer_of(self).session->comparisons;
+    const Object found = Object::taken(PyList_New(0));
+    const auto ours = all.find(PyLong_AsLongLong(number));
+    if (ours == all.end()) return Object(found).release();
+    for (const Comparison& each : ours->second) {
+        const Object one = Object::taken(Py_BuildValue("(NNOO)", THPVariable_Wrap(each.found), THPVariable_Wrap(each.expected),
+                                                       each.key.get(), each.spec.get()));
+        if (PyList_Append(found.get(), one.get()) != 0) throw python_error();
+    }
+    all.erase(ours);
+    return Object(found).release();
+    END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef replayer_methods[] = {
     {"pack", replayer_pack, METH_O, "What autograd holds in the place of a tensor."},
     {"unpack", replayer_unpack, METH_O, "The tensor that was packed."},
@@ -251,6 +272,7 @@ PyMethodDef replayer_methods[] = {
     {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
     {"stop_soon", replayer_stop_soon, METH_NOARGS, "It does when it saves something again."},
     {"begin_backward", replayer_begin_backward, METH_O, "A backward pass begins."},
+    {"comparisons", replayer_comparisons, METH_O, "The samples of a backward pass that are to be compared."},
     {"counts", replayer_counts, METH_NOARGS, "What each value of the latest pass has taken."},
     {nullptr, nullptr, 0, nullptr},
 };

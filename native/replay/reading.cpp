@@ -1,6 +1,8 @@
 // What backward reads of a value: decoded, made again, or as it was held. See stash/decode.py, which says why.
 #include "run.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -15,6 +17,7 @@ namespace {
 constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
 constexpr int MANY = 8;                // as in decode.py
 constexpr int64_t ROOM = 8;            // as in redeem/table.py
+constexpr int64_t ROWS = 64;           // as in sample.py
 
 using Clock = std::chrono::steady_clock;
 
@@ -76,12 +79,37 @@ bool is_sampled_alike(const Slot& slot, const at::Tensor& whole) {
     return index * size == static_cast<int64_t>(slot.sample.size());
 }
 
-// Raises where what was made again is not what there was: see comparing.check_sample.
-void check_sample(const Slot& slot, const at::Tensor& whole) {
-    if (!slot.device_sample.is_none()) {
+// Has it compared at the end of the backward pass that runs, on the device, for which the host does not wait.
+void compare_later(Slot& slot, const at::Tensor& whole) {
+    Session& session = *slot.session;
+    const at::Tensor elements = sampled(slot, whole);
+    const bool is_alike = whole.scalar_type() == slot.device_sample.scalar_type() &&
+                          elements.sizes() == slot.device_sample.sizes();
+    const int64_t number = torch::autograd::get_current_graph_task_id();
+    const Object spec = slot.value.whole.spec;
+    if (!is_alike || number == -1) {
         const Object text = Object::taken(PyUnicode_FromString(slot.value.text.c_str()));
-        call(slot.session->check_sample.get(), slot.device_sample.get(), wrapped(whole).get(), slot.value.key.get(),
-             slot.value.whole.spec.get(), text.get());
+        call(session.compare.get(), wrapped(elements).get(), wrapped(slot.device_sample).get(), slot.value.key.get(),
+             spec.get(), text.get());
+        return;
+    }
+    at::Tensor found = std::exchange(slot.picked, {});
+    if (!found.defined()) {
+        found = session.rows.take(whole, elements.numel());
+        found.copy_(elements);
+    }
+    const int64_t stream = stream_of(whole);
+    auto& all = session.comparisons[number];
+    if (all.empty() || session.compared_stream != stream)
+        call(session.compare.get(), number_of(number).get(), Py_None, Py_None, Py_None, Py_None);
+    session.compared_stream = stream;
+    all.push_back({found, slot.device_sample, slot.value.key, spec});
+}
+
+// Raises where what was made again is not what there was: see comparing.check_sample.
+void check_sample(Slot& slot, const at::Tensor& whole) {
+    if (slot.device_sample.defined()) {
+        if (slot.device_sample.numel() != 0) compare_later(slot, whole);
     } else if (!is_sampled_alike(slot, whole)) {
         const Object text = Object::taken(PyUnicode_FromString(slot.value.text.c_str()));
         call(slot.session->distrust.get(), slot.value.key.get(), slot.value.whole.spec.get(), text.get());
@@ -149,7 +177,12 @@ at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, boo
         const Object numbers = Object::taken(Py_BuildValue("(iddLL)", affine.activation, affine.lo, affine.hi,
                                                            static_cast<long long>(affine.outer),
                                                            static_cast<long long>(affine.inside)));
-        const Object sample = is_own && !slot.device_sample.is_none() ? slot.device_sample : Object(Py_None);
+        Object sample(Py_None);
+        if (is_own && slot.device_sample.defined() && slot.device_sample.numel() != 0) {
+            slot.picked = slot.session->rows.take(slot.device_sample, slot.device_sample.numel());
+            sample = Object::taken(Py_BuildValue("(NLL)", THPVariable_Wrap(slot.picked), static_cast<long long>(slot.begin),
+                                                 static_cast<long long>(slot.step)));
+        }
         const Object found = call(slot.session->affine.get(), affine.kernel.get(), wrapped(x).get(), vectors.get(),
                                   object(y).get(), numbers.get(), whole.spec.get(), sample.get(), others.get());
         return THPVariable_Unpack(found.get());
@@ -208,7 +241,7 @@ at::Tensor run_calls(Slot& slot) {
 // See making.remake: a kernel was not proven on all numbers, so the calls have the last word.
 at::Tensor make_again(Slot& slot) {
     at::Tensor whole = run_calls(slot);
-    if (!slot.is_unfused && slot.device_sample.is_none() && !is_sampled_alike(slot, whole)) {
+    if (!slot.is_unfused && !slot.device_sample.defined() && !is_sampled_alike(slot, whole)) {
         slot.is_unfused = true;
         whole = at::Tensor();  // there may be no room for both
         whole = run_calls(slot);
@@ -358,6 +391,28 @@ PyObject* unpack_held(Packed* packed) {
 
 }  // namespace
 
+at::Tensor Rows::take(const at::Tensor& like, int64_t number) {
+    const int64_t current = stream_of(like);  // what is freed is used again by its own stream
+    const bool fits = slab.defined() && used < ROWS && current == stream && slab.scalar_type() == like.scalar_type() &&
+                      slab.device() == like.device();
+    if (!fits) {
+        slab = at::empty({ROWS * ELEMENTS}, at::TensorOptions().dtype(like.scalar_type()).device(like.device()));
+        used = 0;
+        stream = current;
+    }
+    return slab.as_strided({number}, {1}, used++ * ELEMENTS);
+}
+
+int64_t stream_of(const at::Tensor& x) {
+    return c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device()).id();
+}
+
+at::Tensor sampled(const Slot& slot, const at::Tensor& whole) {
+    const int64_t left = whole.numel() - slot.begin;
+    const int64_t number = std::min(ELEMENTS, std::max<int64_t>(0, (left + slot.step - 1) / slot.step));
+    return whole.as_strided({number}, {slot.step}, whole.storage_offset() + slot.begin);
+}
+
 Object planes_in(const Slot& slot) {
     if (!slot.value.is_moved()) return slot.encoded;
     const Object found = call(slot.session->fetch.get(), slot.encoded.get());
@@ -478,7 +533,7 @@ void hold_again(const std::shared_ptr<Slot>& slot) {
     slot->encoded = Object();
     slot->mask = slot->bits = at::Tensor();
     slot->sample.clear();
-    slot->device_sample = Object();
+    slot->device_sample = slot->picked = at::Tensor();
     slot->state = State::held;
     slot->round = slot->unread = 0;
     slot->inputs.clear();

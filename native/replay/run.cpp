@@ -482,15 +482,16 @@ bool lean_on_all(Run& run, Slot& slot, const Tree& tree) {
     return true;
 }
 
-void take_sample(const Run& run, Slot& slot, const at::Tensor& whole) {
-    if (!whole.is_cpu()) {
-        const Object number = Object::taken(PyLong_FromLongLong(run.number));
-        slot.device_sample = call(slot.session->sample.get(), wrapped(whole).get(), number.get());
-        return;
-    }
+void take_sample(Run& run, Slot& slot, const at::Tensor& whole) {
     const int64_t there = whole.numel(), size = static_cast<int64_t>(whole.itemsize());
     slot.step = std::max<int64_t>(1, there / ELEMENTS);
     slot.begin = static_cast<int64_t>(static_cast<uint64_t>(run.number) * SPREAD % static_cast<uint64_t>(slot.step));
+    if (!whole.is_cpu()) {
+        const at::Tensor elements = sampled(slot, whole);
+        slot.device_sample = run.rows.take(whole, elements.numel());
+        slot.device_sample.copy_(elements);
+        return;
+    }
     const char* from = static_cast<const char*>(whole.const_data_ptr());
     slot.sample.clear();
     int64_t index = 0;

@@ -83,7 +83,7 @@ struct Slot : std::enable_shared_from_this<Slot> {
     std::vector<std::weak_ptr<Slot>> children;             // values that are made from it, which share
     std::vector<std::pair<int, std::shared_ptr<const Inputs>>> inputs;  // by the number of the call
     std::string sample;
-    Object device_sample;
+    at::Tensor device_sample, picked;     // on an accelerator; and the same elements of what a kernel has made again
     int64_t begin = 0, step = 1;
     at::Tensor made;
     int round = 0, unread = 0;
@@ -131,8 +131,21 @@ private:
 #define BACKSTASH_CALLBACKS(X) \
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
     X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
-    X(take_back) X(name) X(random_state) X(number_of) X(sample) X(check_sample) X(rare) X(before_end) X(affine) X(others) \
+    X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
     X(check_reference) X(fetch) X(view) X(told)
+
+// Memory for samples on an accelerator, many in one allocation.
+struct Rows {
+    at::Tensor slab;
+    int64_t used = 0, stream = -1;
+    at::Tensor take(const at::Tensor& like, int64_t number);
+};
+
+// A sample that is compared at the end of a backward pass: see comparing.py.
+struct Comparison {
+    at::Tensor found, expected;
+    Object key, spec;
+};
 
 // What forward passes of one Session share, and what outlives it.
 struct Session {
@@ -144,6 +157,9 @@ struct Session {
     int64_t alive = 0;
     bool is_unpacked = false, stops = false;  // the policy says something else from now on
     Buffers buffers;
+    Rows rows;                                // of what the backward pass that runs makes again
+    std::map<int64_t, std::vector<Comparison>> comparisons;  // by the number of the backward pass
+    int64_t compared_stream = -1;             // on which the latest one was put aside
 
     void add(int64_t more);
     bool has_room(int64_t more) const { return nbytes + others_nbytes + remade_nbytes + more <= stashed_nbytes; }
@@ -173,6 +189,7 @@ struct Run {
     size_t next_save = 0, next_call = 0;
     long clock = 0;
     bool in_call = false, is_broken = false, has_copied = false;
+    Rows rows;
     std::vector<std::weak_ptr<Slot>> values;  // which their saved tensors hold, and what is made from them
     std::shared_ptr<std::vector<Taken>> taken = std::make_shared<std::vector<Taken>>();
     std::vector<Register> registers;
@@ -208,6 +225,9 @@ struct Kernels {
     void (*mask_decode)(const void*, void*, int64_t, int, uint64_t, uint64_t, int) = nullptr;
 };
 extern Kernels kernels;
+
+int64_t stream_of(const at::Tensor& x);                         // the current one's number, on its device
+at::Tensor sampled(const Slot& slot, const at::Tensor& whole);  // the elements that its sample is of
 
 class WithoutGil {
 public:

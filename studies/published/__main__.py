@@ -33,6 +33,7 @@ _ABOUT = {
     "exact": "size and speed of exact codecs on what three networks save: `python -m bench.exact`",
     "exact-families": "size of exact codecs on what ten families and a trained network save, stashes, plans, a disk: "
     "`python -m bench.exact`",
+    "exact-stash": "what networks save under two policies: `python -m bench.exact --parts stash`",
     "examples": "the examples with and without backstash: `python -m studies.examples`",
     "families": "families of transformers with and without backstash: `python -m studies.families`",
     "gist": "ratios, footprints and times of Gist's stages: `backstash bench gist`",

@@ -553,13 +553,13 @@ def exact_ratios() -> str:
 def exact_stash() -> str:
     """Dense bytes of what networks save over what Sessions hold of it, without and with codes for dense values."""
     found: dict[str, dict[str, str]] = {}
-    for row in load("exact-families")["stash"]:
+    for row in load("exact-stash")["stash"]:
         without, whole = (row["saved_nbytes"] / row[f"{name}_nbytes"] for name in ("lossless", "dense"))
         text = f"{without:.2f} -> {whole:.2f} (x {whole / without:.2f})"
         found.setdefault(row["network"], {})[row["setting"]] = text
     settings = ("bfloat16", "autocast", "float32")
     rows = [(network, *(of.get(setting, "-") for setting in settings)) for network, of in found.items()]
-    return f"{machine_line('exact-families')}\n\n{table(('network', *settings), rows)}"
+    return f"{machine_line('exact-stash')}\n\n{table(('network', *settings), rows)}"
 
 
 def exact_plans() -> str:

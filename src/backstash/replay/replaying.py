@@ -48,6 +48,7 @@ from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import stand_in
 from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.numerics import under
+from backstash.ops.bits import bits_of
 from backstash.ops.cpu import library
 from backstash.policies.base import Outcome, is_watching
 from backstash.redeem import accumulation, claims, linear
@@ -59,10 +60,9 @@ from backstash.replay.recorder import Recorder, RecordingForward, RefusedError, 
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash import held, seams
 from backstash.stash.accounts import Account, Step
-from backstash.stash.comparing import distrusted
+from backstash.stash.comparing import Late, distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
-from backstash.stash.sample import Rows, Sample
 from backstash.stash.value import Form, Saved, Value
 from backstash.torch_internals import no_torch_function, running_node
 
@@ -99,7 +99,6 @@ class Replaying:
         self._recorder: Recorder | None = None
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
-        self._rows = Rows()
         self._is_stale = False  # what the script says of a value is no longer so
         self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
         self._policy, self._stores = session.policy, session.stores
@@ -122,7 +121,7 @@ class Replaying:
             return asked
 
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
-        asked = [*passes, "distrust", "sample", "check_sample", "others", "encode", "fetch", "told"]
+        asked = [*passes, "distrust", "compare", "others", "encode", "fetch", "told"]
         own = {name: ask(f"_{name}") for name in asked}
         own["claim"] = partial(_claim, forward._live.overwrites)
         self._native = native.Replayer(
@@ -374,15 +373,23 @@ class Replaying:
     def _others(self) -> int:
         return self._forward._live.nbytes
 
-    def _sample(self, whole: Tensor, number: int) -> Sample:
-        return Sample.of(whole, number, rows=self._rows)
-
-    def _check_sample(self, sample: Sample, whole: Tensor, key: str, spec: TensorSpec, recipe: str) -> None:
+    def _compare(self, found: Any, expected: Tensor | None, key: str, spec: TensorSpec, recipe: str) -> None:
+        """Compares a sample, ``found``; or samples of that backward pass at its end, of which the interpreter keeps."""
         live = self._forward._live
-        if live.comparisons.takes(sample, whole):
-            live.comparisons.add(sample, whole, partial(distrusted, live, key, spec, None))
-        elif sample.differs(whole):
+        if expected is None:
+            live.comparisons.expect(found, self._compared)
+        elif found.shape != expected.shape or found.dtype is not expected.dtype:
             self._distrust(key, spec, recipe)
+        else:
+            failed = partial(distrusted, live, key, spec, None)
+            live.comparisons.add_different(bits_of(found) != bits_of(expected), failed)
+
+    def _compared(self, number: int) -> list[Late]:
+        live = self._forward._live
+        return [
+            (found, expected, partial(distrusted, live, key, spec, None))
+            for found, expected, key, spec in self._native.comparisons(number)
+        ]
 
     def _encode(self, ways: Ways, x: Tensor, key: str | None) -> Encoded | Form | None:
         """Encodes a value; its planes are moved if there is a key for the prefetcher. None: it goes the long way."""
@@ -557,17 +564,12 @@ def _affine(
     y: Tensor | None,
     numbers: tuple[Any, ...],
     spec: TensorSpec,
-    sample: Sample | None,
+    sample: tuple[Tensor, int, int] | None,
     of_residual: tuple[Any, ...],
 ) -> Tensor:
-    """Has an accelerator's kernel make a value: see fused.affine."""
+    """Has an accelerator's kernel make a value, and perhaps copy a sample of it: see fused.affine."""
     result = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    picked = None if sample is None else sample.room(result)
-    if sample is None or picked is None:
-        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], None, 0, 1, *of_residual)
-    else:
-        kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], picked, sample.begin, sample.step, *of_residual)
-        sample.picked = picked
+    kernel[0](x, *vectors, y, *numbers, result, None, kernel[1], *(sample or (None, 0, 1)), *of_residual)
     return result
 
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 AT_ONCE = frozenset({"cpu"})
 """Types of devices whose numbers the host can look at without waiting."""
 
+Late = tuple[Tensor, Tensor, Callable[[], str]]
+"""Elements of what was made again, the same of what it was made from, and what is to be said of a difference."""
+
 COMPUTED = "Gradients were computed from it before that was known: do not use those of the backward pass that read it."
 """What an error at or after the end of a pass says of its gradients."""
 
@@ -45,10 +48,11 @@ COMPUTED = "Gradients were computed from it before that was known: do not use th
 class _Pass:
     """What is to be compared at the end of one backward pass. Its callback owns it, and dies with a pass that fails."""
 
-    __slots__ = ("__weakref__", "expected", "failed", "found", "outcomes", "streams")
+    __slots__ = ("__weakref__", "expected", "failed", "found", "late", "outcomes", "streams")
 
     def __init__(self, outcomes: deque[_Outcome]) -> None:
         self.outcomes = outcomes
+        self.late: dict[Any, Callable[[], list[Late]]] = {}  # which return what others keep until the end
         self.found: list[Tensor] = []
         self.expected: list[Tensor] = []
         self.failed: list[Callable[[], str]] = []
@@ -56,6 +60,10 @@ class _Pass:
 
     def compare(self) -> None:
         """Has all samples compared with what was made."""
+        for remade, sample, said in [each for late in self.late.values() for each in late()]:
+            self.found.append(remade)
+            self.expected.append(sample)
+            self.failed.append(said)
         for stream in self.streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)  # on the device; the host does not wait
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -179,16 +187,26 @@ class Comparisons:
         if number == -1:
             self.add_different(bits_of(found) != bits_of(sample.bits), failed)
             return
-        ours = self._passes.get(number)
-        if ours is None:
-            self.check()
-            ours = self._passes[number] = _Pass(self._outcomes)
-            at_end_of_backward(partial(self._end, ours))
+        ours = self._pass(number)
         ours.found.append(sample.copied(found) if picked is None else picked)
         ours.expected.append(sample.bits)
         ours.failed.append(failed)
         if not whole.is_cpu:
             ours.streams.add(torch.accelerator.current_stream(whole.device))
+
+    def expect(self, number: int, late: Callable[[int], list[Late]]) -> None:
+        """What ``late`` returns is compared as well when that backward pass ends; the current stream has copied it."""
+        ours = self._pass(number)
+        ours.late[late] = partial(late, number)
+        ours.streams.add(torch.accelerator.current_stream())
+
+    def _pass(self, number: int) -> _Pass:
+        ours = self._passes.get(number)
+        if ours is None:
+            self.check()
+            ours = self._passes[number] = _Pass(self._outcomes)
+            at_end_of_backward(partial(self._end, ours))
+        return ours
 
     def add_different(self, different: Tensor, failed: Callable[[], str]) -> None:
         """Has it found out later whether anything is true in ``different``, [n], which is an error.
