@@ -49,7 +49,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "places.h").write_text(PLACES)
-    command = [COMPILER, "-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-mfma"]
+    command = [COMPILER, "-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"]
     subprocess.run(
         [*command, "-include", str(folder / "places.h"), str(SOURCE), "-o", str(folder / "kernels.so")], check=True
     )
