@@ -27,8 +27,6 @@ from bench.rounds import Effort, Summary, interleave, summarise
 CHOSEN = ("resnet50", "gpt2")
 GRAPHED = ("plain", "checkpoint", "keep", "lossless", "lossless_stored", "quantized, 4 bits", "offload")
 REPLAYS = 3
-LEARNING = 8
-"""Eager steps before a capture."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def _network(run: Run, name: str) -> None:
 
     def capture(of: str) -> Captured:
         way = makers[of](training())
-        for _ in range(LEARNING):
+        for _ in range(steps.LEARNING):
             way.step()
         peak = run.device.peaks(way.step)
         run.device.clean()
@@ -113,8 +111,8 @@ def _graphed(way: Way) -> Callable[[], object]:
     """Captures a step in a graph, and returns what replays it."""
     session = way.context if isinstance(way.context, bs.Session) else None
     inside = replace(way, context=nullcontext())
-    step = bs.graphed(lambda: inside.step(seed=None), session, model=way.training.module, learning=LEARNING)
-    for _ in range(LEARNING + 1):
+    step = bs.graphed(lambda: inside.step(seed=None), session, model=way.training.module, learning=steps.LEARNING)
+    for _ in range(steps.LEARNING + 1):
         step()
     return step
 

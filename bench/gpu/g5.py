@@ -28,7 +28,6 @@ from bench.rounds import Effort, Summary, interleave, summarise
 
 CHOSEN = ("resnet50", "gpt2")
 GIB = (0.25, 0.5, 1.0, 1.5)
-LEARNING = 8
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _network(run: Run, name: str) -> None:
     @cache
     def way(of: str) -> Way:
         made = _make(run, training(), of)
-        for _ in range(LEARNING):
+        for _ in range(steps.LEARNING):
             made.step()
         return made
 

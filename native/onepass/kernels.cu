@@ -276,12 +276,10 @@ __device__ void affine(const T* x, Channels own, const T* residual, Channels of_
     const int64_t row = quotient(at, inner);
     int64_t channel[kPack];
     channel[0] = row - quotient(row, channels) * channels;
-    const bool is_aligned_to_channels = is_aligned(own.mean) && is_aligned(own.invstd) &&
-                                        (!own.weight || is_aligned(own.weight)) && (!own.bias || is_aligned(own.bias));
     if (inner % kPack == 0) {
         affine_pack<T, Lies::InOne>(x, own, residual, of_residual, mask, out, plane, at, n, channel, lo, hi, activation,
                                     rounding, nan);
-    } else if (inner == 1 && channels % kPack == 0 && is_aligned_to_channels) {
+    } else if (inner == 1 && channels % kPack == 0) {
         affine_pack<T, Lies::InNeighbours>(x, own, residual, of_residual, mask, out, plane, at, n, channel, lo, hi,
                                            activation, rounding, nan);
     } else {
