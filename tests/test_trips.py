@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
+from backstash import interpreter
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "understand" / "architecture.md"
 STATION = re.compile(r"^\d+\. `([\w/]+\.py)`, `(\w+)`: ", re.MULTILINE)
 
 
 @cache
-def traced(name: str) -> dict[str, Any]:
-    """What a trip has entered, without compiled functions, of which the interpreter keeps no record."""
-    settings = {**os.environ, "BACKSTASH_KERNELS": "reference"} if name == "relu" else dict(os.environ)
+def traced(name: str, kernels: str = "reference") -> dict[str, Any]:
+    """What a trip has entered. Of compiled functions the interpreter of Python keeps no record."""
+    settings = {**os.environ, "BACKSTASH_KERNELS": kernels}
     run = subprocess.run(
         [sys.executable, "-m", "tests.trips", name], capture_output=True, text=True, check=False, cwd=ROOT, env=settings
     )
@@ -47,7 +49,7 @@ def in_order(stations: list[tuple[str, str]], entered: list[list[str]]) -> None:
 def test_a_trip_goes_as_it_is_told(name: str, stretch: str) -> None:
     stations = STATION.findall(told(name))
     assert len(stations) == len(re.findall(r"^\d+\. ", told(name), re.MULTILINE)) > 10
-    in_order(stations, traced(name)[stretch]["functions"])
+    in_order(stations, traced(name, "reference" if name == "relu" else "auto")[stretch]["functions"])
 
 
 def test_a_repeated_step_asks_neither_the_needs_nor_the_policy() -> None:
@@ -61,3 +63,10 @@ def test_no_step_enters_more_files_than_is_told() -> None:
     """How many a run within a budget enters depends on its plan, and so on what was measured."""
     (most,) = re.findall(r"enters at most (\d+) files", told("relu"))
     assert max(stretch["files"] for stretch in traced("relu").values()) <= int(most)
+
+
+@pytest.mark.skipif(interpreter.module is None, reason="the interpreter of scripts is not built")
+def test_a_settled_step_enters_no_more_than_is_told() -> None:
+    ((files, functions),) = re.findall(r"at most (\d+) files and (\d+) functions", told("relu"))
+    settled = traced("relu", "auto")["repeated"]
+    assert settled["files"] <= int(files) and len(settled["functions"]) <= int(functions)

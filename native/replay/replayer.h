@@ -12,6 +12,8 @@ struct Replayer {
     std::shared_ptr<std::vector<Taken>> taken;  // in the latest one
     Object kinds;                    // of functions: see replaying._number_of
     Object otherwise;                // watches functions on the long way
+    std::vector<Entrance> modules;   // of the pass that is about to end
+    bool is_inside;                  // of one of them
 };
 
 extern PyObject *ParameterClass, *ScalarOf, *HoldReference, *ReadReference;
@@ -26,5 +28,10 @@ PyObject* pack(Replayer& replayer, PyObject* object);
 PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
 void break_run(Replayer& replayer);
 void end_run(Replayer& replayer, bool is_left);
+
+void follow(const std::shared_ptr<Run>& run);  // the pass in progress on this thread, whose modules are noted
+bool enter_module(Run& run, PyObject* module);
+bool enter_module(PyObject* module);           // inside of one that was noted
+bool leave_module();
 
 }  // namespace backstash::replay

@@ -712,6 +712,33 @@ Slot::~Slot() {
     session->buffers.forget(*this);
 }
 
+namespace {
+
+thread_local std::weak_ptr<Run> followed;
+
+}  // namespace
+
+void follow(const std::shared_ptr<Run>& run) { followed = run; }
+
+bool enter_module(Run& run, PyObject* module) {
+    run.modules.push_back({Object(module), at::GradMode::is_enabled()});
+    ++run.depth;
+    return true;
+}
+
+bool enter_module(PyObject* module) {
+    const auto run = followed.lock();
+    return run != nullptr && run->depth != 0 && enter_module(*run, module);
+}
+
+bool leave_module() {
+    const auto run = followed.lock();
+    if (run == nullptr || run->depth == 0) return false;
+    run->modules.emplace_back();
+    --run->depth;
+    return true;
+}
+
 void break_run(Replayer& replayer) {
     const std::shared_ptr<Run> run = std::move(replayer.run);
     replayer.run = nullptr;
@@ -745,7 +772,10 @@ void break_run(Replayer& replayer) {
             each->slot->held_nbytes = 0;
         }
     call(run->session->take_back.get(), Py_None, rest.get(), Py_False);
+    replayer.modules = std::move(run->modules);
+    replayer.is_inside = run->depth != 0;
     call(run->session->before_end.get(), Py_True, run->in_call ? Py_True : Py_False);
+    replayer.modules.clear();
 }
 
 void end_run(Replayer& replayer, bool is_left) {
@@ -770,7 +800,10 @@ void end_run(Replayer& replayer, bool is_left) {
     }
     const bool is_whole = run->next_save == run->script->saves.size();
     replayer.run = nullptr;
+    replayer.modules = std::move(run->modules);
+    replayer.is_inside = run->depth != 0;
     call(run->session->before_end.get(), is_whole ? Py_False : Py_True, Py_False);
+    replayer.modules.clear();
 }
 
 PyObject* pack(Replayer& replayer, PyObject* object) {
@@ -828,10 +861,9 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
         return otherwise();
     }
     ++run->clock;
-    {
+    if (const long effect = effect_of(kind, args, kwargs); effect != NONE || run->due.contains(run->clock)) {
         const Locked locked(run->session->lock.get());
         look(*run);
-        const long effect = effect_of(kind, args, kwargs);
         if (effect != NONE && !touch_all(*run, effect, args, kwargs)) {
             break_run(replayer);
             return otherwise();
@@ -868,8 +900,9 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
         if (run->is_broken) call(run->session->name.get(), result.get());
         return result.release();
     }
-    const Locked locked(run->session->lock.get());
     const size_t saves = run->next_save - first;
+    if (expected == nullptr && saves == 0) return result.release();
+    const Locked locked(run->session->lock.get());
     const bool is_it = expected != nullptr && saves == static_cast<size_t>(expected->saves);
     if (!is_it || !are_nodes(*run, *expected, result.get())) {
         if (saves != 0) {

@@ -148,6 +148,7 @@ class Session:
         self._replaying = None if replays is None else replays(self, self._forward, self._pack, self._read)
         self._forward.replaying = self._replaying
         self._is_replayed = False  # the pass in progress, or the latest one
+        self._is_prepared = True  # for values that go the long way in this pass
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
@@ -245,17 +246,19 @@ class Session:
         with no_torch_function(), self._lock:
             if self._replaying is not None:
                 self._replaying.end(is_left=True)
-            self._forward.name(None)
-            self._pending.look_at_all()
-            self._tape.store_all(self._encoder)
-            self._end_recording()
+            if self._is_prepared:
+                self._forward.name(None)
+                self._pending.look_at_all()
+                self._tape.store_all(self._encoder)
+                self._end_recording()
 
     def _forget(self) -> None:
         self._live.read_with_graph = None
-        self._pending.clear()
-        self._forward.clear()
-        self._tape.clear()
-        self._parameters.clear()
+        if self._is_prepared:
+            self._pending.clear()
+            self._forward.clear()
+            self._tape.clear()
+            self._parameters.clear()
 
     @property
     def min_nbytes(self) -> int:
@@ -341,7 +344,8 @@ class Session:
         if self._names.is_outside:
             with no_torch_function():
                 self._enter_root(module if self._names.model is None else self._names.model)
-        self._names.enter(None if self._forward.is_idle else module)
+        if self._replaying is None or not self._replaying.enter(module):
+            self._names.enter(None if self._forward.is_idle else module)
 
     def leave_module(self) -> None:
         """It has returned or raised."""
@@ -367,7 +371,7 @@ class Session:
                 self._begin_step()
             elif self._steps == 0 and self._replaying is not None and not self._forward.is_idle:
                 self._before_save()
-                self._begin_replay()
+                self._begin_pass()
         assert self._hooks is not None
         may_idle = self._may_idle()
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
@@ -426,7 +430,6 @@ class Session:
         self._live.comparisons.check(waits=True)
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()
-        self._encoder.begin_step()
         self._reading.is_simple = False
         # There is room for nothing before backward has freed something.
         self._live.stashed_nbytes = self._live.needed_nbytes = 0
@@ -435,29 +438,45 @@ class Session:
         self.policy.begin_step()
         if self._live.monitor is not None:
             self._live.monitor.begin_step(self._steps)
-        self._forward.begin_step(Step())
-        self._producer.begin_step(self._forward.step, self._steps)
         self._live.prefetcher.begin_step(self.policy)
         self._names.begin_step()
-        self._pending.begin_step()
-        self._tape.begin_step()
+        self._is_prepared = False
+        self._begin_pass()
         self._live.unpacked = False  # last: what is interrupted before that is done again
-        self._begin_replay()
 
-    def _begin_replay(self) -> None:
+    def _begin_pass(self) -> None:
         """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
         self._is_replayed = False
-        if self._replaying is None or self._live.watcher is not None or self._live.monitor is not None:
-            return
-        if graphs.capture() is not None:
-            self._replaying.abandon()
-            return
+        replaying, passes = self._replaying, self._names.learned.passes
+        may_be_known = replaying is not None and self._live.watcher is None and self._live.monitor is None
+        if may_be_known and replaying is not None and graphs.capture() is not None:
+            replaying.abandon()
+            may_be_known = False
         # A pass that begins inside a function, with what that has saved, is known too late.
-        if not self._forward.is_idle and not self._forward.depth and not has_compiled():
-            passes = self._names.learned.passes
-            self._is_replayed = self._replaying.begin(passes, self._steps, self._live.nbytes)
-            if self._is_replayed:
-                self._forward.step = passes.step
+        may_be_known = may_be_known and not self._forward.is_idle and not self._forward.depth and not has_compiled()
+        if may_be_known and replaying is not None:
+            self._is_replayed = replaying.begin(passes, self._steps, self._live.nbytes)
+        if self._is_replayed:
+            self._forward.step = passes.step
+            return
+        self.prepare(Step())
+        if may_be_known and replaying is not None:
+            replaying.record_if_due()
+
+    def prepare(self, step: Step) -> None:
+        """A value is about to go the long way, the first one of this pass.
+
+        Args:
+            step: the accounts that it is entered in.
+        """
+        if self._is_prepared:
+            return
+        self._encoder.begin_step()
+        self._forward.begin_step(step)
+        self._producer.begin_step(step, self._steps)
+        self._pending.begin_step()
+        self._tape.begin_step()
+        self._is_prepared = True
 
     def _end_recording(self) -> None:
         if self._replaying is not None:
@@ -477,7 +496,11 @@ class Session:
         self._holding.before = None
 
     def _pack(self, x: Tensor) -> held.Packed:
-        return self._hold(x) if self._forward.is_idle else self._forward.pack(x)
+        if self._forward.is_idle:
+            return self._hold(x)
+        if not self._is_prepared:
+            self.prepare(self._forward.step)
+        return self._forward.pack(x)
 
     def _before_save(self) -> None:
         """A tensor is about to be taken in: a step begins if it is the first one, or if the last graph is gone."""
@@ -491,6 +514,7 @@ class Session:
                 self._live.monitor.begin_step(1)
         elif self._forward.step.accounts and not self._has_graph() and not in_backward():
             self._begin_step()
+            self.prepare(self._forward.step)  # this tensor goes the long way in any case
 
     def _has_graph(self) -> bool:
         """Whether autograd holds anything that was saved."""
@@ -517,8 +541,9 @@ class Session:
         with self._lock:
             if self._replaying is not None:
                 self._replaying.end(is_left=False)
-            self._pending.look_at_all()
-            self._end_recording()
+            if self._is_prepared:
+                self._pending.look_at_all()
+                self._end_recording()
             live.unpacked = True
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None

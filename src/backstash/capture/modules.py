@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from backstash.interpreter import is_traced
+from backstash.interpreter import enter_module, is_traced, leave_module
 from backstash.torch_internals import (
     compiler,
     count_function_modes,
@@ -164,6 +164,8 @@ def _enter(module: nn.Module, args: Any) -> None:
         return  # Note: [transforms] in transforms.py
     if isinstance(module, _FUSED) and not module.training:
         _suspend(module, args)
+    if enter_module(module):
+        return
     enter = getattr(_active, "enter", None)
     if enter is not None:
         enter(module)
@@ -177,10 +179,11 @@ def _enter(module: nn.Module, args: Any) -> None:
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
         return  # Note: [transforms] in transforms.py
-    leave = getattr(_active, "leave", None)
-    if leave is not None:
-        leave()
-    if getattr(_active, "suspended", (None,))[0] is module:
+    if not leave_module():
+        leave = getattr(_active, "leave", None)
+        if leave is not None:
+            leave()
+    if isinstance(module, _FUSED) and getattr(_active, "suspended", (None,))[0] is module:
         push_function_mode(_active.__dict__.pop("suspended")[1])
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +190,20 @@ class Names:
             self._calls[path] += 1
         call = self._calls[path]
         return f"{path}{f'@{call}' if call > 1 else ''}{self.frames[0].label}"
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether keys tell calls apart (Note: [calls apart])."""
+        return self._cycles is not None
+
+    def follow(self, happened: Iterable[tuple[nn.Module | None, bool]]) -> None:
+        """Hears late of calls that have begun, each with whether autograd recorded, and (None) that have ended."""
+        for module, is_recording in happened:
+            if module is None:
+                self.leave()
+                continue
+            with torch.set_grad_enabled(is_recording):
+                self.enter(module)
 
     def leave(self) -> None:
         """It has returned or raised."""

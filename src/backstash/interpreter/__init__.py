@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backstash import saved, torch_internals
 from backstash.ops import backends
@@ -38,3 +38,9 @@ is_traced: Callable[[], bool] = torch_internals.is_traced if module is None else
 
 is_odd: Callable[[Tensor], bool] = saved.is_odd if module is None else module.is_odd
 """As :func:`backstash.saved.is_odd`."""
+
+enter_module: Callable[[nn.Module], bool] = (lambda _: False) if module is None else module.enter_module
+"""Whether a known pass on this thread has noted that a module's call begins, so that nobody else need be told."""
+
+leave_module: Callable[[], bool] = (lambda: False) if module is None else module.leave_module
+"""The same of the end of the latest one's call."""

@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backstash import interpreter, repeatable
 from backstash.capture import naming, observer
@@ -123,6 +123,7 @@ class Replaying:
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
         asked = [*passes, "distrust", "compare", "others", "encode", "fetch", "told"]
         own = {name: ask(f"_{name}") for name in asked}
+        self._first_on_the_long_way = ask("_begin_long_way")
         own["claim"] = partial(_claim, forward._live.overwrites)
         self._native = native.Replayer(
             **own,
@@ -171,7 +172,7 @@ class Replaying:
     def watch(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """What watches torch functions: the interpreter, and ``otherwise`` on the long way."""
         self._otherwise = otherwise
-        self._native.watch(otherwise)
+        self._native.watch(self._first_on_the_long_way)
         watch: Callable[..., Any] = self._native.call
         return watch
 
@@ -193,6 +194,7 @@ class Replaying:
                 learned.since += 1
                 learned.runs += 1
                 learned.step.begin_again()
+                self._native.watch(self._first_on_the_long_way)
                 self._running = learned.script
                 self._native.begin(learned.read, number, others_nbytes)
                 return True
@@ -200,17 +202,22 @@ class Replaying:
             self._is_stale = False
             learned.since, learned.script, learned.read = 0, None, None
             learned.equal = learned.needed
-        if learned.equal >= learned.needed:
-            self._record()
         return False
 
-    def _record(self) -> None:
+    def record_if_due(self) -> None:
+        """A pass that goes the long way has begun: it is written down if it is like those before it."""
+        if self._learned.equal < self._learned.needed:
+            return
         session = self._session()
         assert session is not None
         self._recorder = Recorder(session._names, self._tape, native.type_of_node)
         self._forward.__class__ = RecordingForward
         self._forward.recorder = self._recorder
         self._tape.contents.describes = True
+
+    def enter(self, module: nn.Module) -> bool:
+        """A module's call begins; whether a known pass has noted it."""
+        return bool(self._native.enter(module))
 
     def abandon(self) -> None:
         """Nothing is written down, or run, of the pass in progress."""
@@ -307,23 +314,38 @@ class Replaying:
             self._native.end(False)
             self._native.begin_backward(0)
 
+    def _begin_long_way(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Watches the first function after a known pass, as its successors are watched."""
+        session = self._session()
+        if session is not None:
+            session.prepare(self._forward.step)
+        self._native.watch(self._otherwise)
+        return self._otherwise(func, args, kwargs)
+
     def _rare(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         return self._otherwise(func, args, kwargs)
 
     def _before_end(self, is_broken: bool, in_call: bool) -> None:
         self._is_over = True
+        session = self._session()
+        if session is not None:
+            if is_broken or self._native.is_inside or session._names.counts_calls:
+                session._names.follow(self._native.modules())
+            if is_broken:
+                session._is_replayed = False
+                session.prepare(Step())
+                session._forward.step = Step()
         if is_broken:
             self._learned.misses += 1
             self._learned.forget()
-            session = self._session()
-            if session is not None:
-                session._is_replayed = False
-                session._forward.step = Step()
         if in_call:
             self._forward.depth += 1
 
     def _take_back(self, members: Any, unnamed: Any, is_orphan: bool) -> None:
         """Makes ordinary saved tensors of what a pass has packed, with names or before it is named."""
+        session = self._session()
+        if session is not None:
+            session.prepare(self._forward.step)
         script, forward, live, value = self._running, self._forward, self._forward._live, None
         for packed, dense, original, number, version, node in members or ():
             save = script.saves[number]
