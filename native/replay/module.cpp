@@ -157,17 +157,18 @@ PyObject* replayer_enter(PyObject* self, PyObject* module) {
     return PyBool_FromLong(run != nullptr && enter_module(*run, module));
 }
 
-// What happened to modules in the pass that is about to end: the module whose call began, or None, and whether autograd
-// recorded.
+// What happened to modules in the pass that is about to end: the module whose call began, or None, whether autograd
+// recorded, and how many saves there were before; and how many there are.
 PyObject* replayer_modules(PyObject* self, PyObject*) {
     HANDLE_TH_ERRORS
     const Object all = Object::taken(PyList_New(0));
     for (const Entrance& each : replayer_of(self).modules) {
         PyObject* module = each.module.is_none() ? Py_None : each.module.get();
-        const Object pair = Object::taken(Py_BuildValue("(OO)", module, each.is_recording ? Py_True : Py_False));
-        if (PyList_Append(all.get(), pair.get()) != 0) throw python_error();
+        const Object one = Object::taken(Py_BuildValue("(OOn)", module, each.is_recording ? Py_True : Py_False,
+                                                       static_cast<Py_ssize_t>(each.at)));
+        if (PyList_Append(all.get(), one.get()) != 0) throw python_error();
     }
-    return Object(all).release();
+    return Py_BuildValue("(On)", all.get(), static_cast<Py_ssize_t>(replayer_of(self).saves));
     END_HANDLE_TH_ERRORS
 }
 

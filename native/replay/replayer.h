@@ -14,6 +14,7 @@ struct Replayer {
     Object otherwise;                // watches functions on the long way
     std::vector<Entrance> modules;   // of the pass that is about to end
     bool is_inside;                  // of one of them
+    size_t saves;                    // of that pass
 };
 
 extern PyObject *ParameterClass, *ScalarOf, *HoldReference, *ReadReference;

@@ -721,7 +721,7 @@ thread_local std::weak_ptr<Run> followed;
 void follow(const std::shared_ptr<Run>& run) { followed = run; }
 
 bool enter_module(Run& run, PyObject* module) {
-    run.modules.push_back({Object(module), at::GradMode::is_enabled()});
+    run.modules.push_back({Object(module), at::GradMode::is_enabled(), run.next_save});
     ++run.depth;
     return true;
 }
@@ -774,6 +774,7 @@ void break_run(Replayer& replayer) {
     call(run->session->take_back.get(), Py_None, rest.get(), Py_False);
     replayer.modules = std::move(run->modules);
     replayer.is_inside = run->depth != 0;
+    replayer.saves = run->next_save - run->current.size();  // without those of a call that is not over
     call(run->session->before_end.get(), Py_True, run->in_call ? Py_True : Py_False);
     replayer.modules.clear();
 }
@@ -802,6 +803,7 @@ void end_run(Replayer& replayer, bool is_left) {
     replayer.run = nullptr;
     replayer.modules = std::move(run->modules);
     replayer.is_inside = run->depth != 0;
+    replayer.saves = run->next_save - run->current.size();  // without those of a call that is not over
     call(run->session->before_end.get(), is_whole ? Py_False : Py_True, Py_False);
     replayer.modules.clear();
 }

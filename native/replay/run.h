@@ -185,6 +185,7 @@ struct Snapshot {
 struct Entrance {
     Object module;
     bool is_recording = false;  // by autograd
+    size_t at = 0;              // how many saves there were before
 };
 
 // A forward pass in progress.

@@ -247,6 +247,15 @@ class SavedTensor:
     row: int = 0
     product: ReadProduct | None = None
 
+    def number_in(self, label: str) -> int | None:
+        """The number of the node among its kind in a call of a module; None where another call has saved the tensor.
+
+        Args:
+            label: what keys call the call of the module.
+        """
+        before = f"{label}/{self.op}#"
+        return int(self.key[len(before) :].partition(":")[0]) if self.key.startswith(before) else None
+
 
 def cycle_of(key: str) -> int:
     """Returns in which pass of a step a value was saved, by its key: 0 for the first.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -196,14 +196,30 @@ class Names:
         """Whether keys tell calls apart (Note: [calls apart])."""
         return self._cycles is not None
 
-    def follow(self, happened: Iterable[tuple[nn.Module | None, bool]]) -> None:
-        """Hears late of calls that have begun, each with whether autograd recorded, and (None) that have ended."""
-        for module, is_recording in happened:
+    def follow(
+        self, happened: Iterable[tuple[nn.Module | None, bool, int]], saved: Sequence[SavedTensor | None]
+    ) -> None:
+        """Hears late of module calls, and of what was saved in them, in a pass of which it was not told.
+
+        Args:
+            happened: calls that have begun, each with whether autograd recorded, and how many tensors were saved before
+                it; and (None) that have ended.
+            saved: facts about these tensors; None where nobody named them.
+        """
+        begins = [0] * len(self.frames)
+        for module, is_recording, begin in happened:
             if module is None:
                 self.leave()
+                del begins[len(self.frames) :]
                 continue
             with torch.set_grad_enabled(is_recording):
                 self.enter(module)
+            begins.append(begin)
+        for frame, begin in zip(self.frames, begins, strict=True):
+            for facts in saved[begin:]:
+                number = None if facts is None else facts.number_in(frame.label)
+                if facts is not None and number is not None:
+                    frame.counts[facts.op] = max(frame.counts.get(facts.op, 0), number + 1)
 
     def leave(self) -> None:
         """It has returned or raised."""

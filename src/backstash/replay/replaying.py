@@ -330,7 +330,9 @@ class Replaying:
         session = self._session()
         if session is not None:
             if is_broken or self._native.is_inside or session._names.counts_calls:
-                session._names.follow(self._native.modules())
+                happened, saves = self._native.modules()
+                facts = [None if save.place is None else save.place.facts for save in self._running.saves[:saves]]
+                session._names.follow(happened, facts)
             if is_broken:
                 session._is_replayed = False
                 session.prepare(Step())
