@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "is_fixed": (False, True),
     "revision": (None, object()),
     "observes_changes": (False, True),
+    "watches_again": (True, False),
     "notes": ((), ("a note",)),
     "recomputes": (True, False),
     "remakes_anything": (False, True),

@@ -50,6 +50,11 @@ class Adapted(Policy):
         return bool(self._own("observes_changes", Policy.observes_changes))
 
     @property
+    def watches_again(self) -> bool:  # type: ignore[override]  # read-only here
+        """The object's, or the default."""
+        return bool(self._own("watches_again", Policy.watches_again))
+
+    @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here
         """The object's, or the default."""
         found: tuple[str, ...] = self._own("notes", Policy.notes)

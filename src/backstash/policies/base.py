@@ -71,6 +71,8 @@ class Policy(ABC):
             otherwise at any time.
         observes_changes: whether a policy with a revision is told, by :meth:`observe`, of each value that takes other
             bytes than the last time under that revision.
+        watches_again: whether a policy with a revision is told, by :meth:`watch`, of what nodes save in every pass
+            under that revision, and not in the first passes only.
         notes: what a reader of a report should know of the step.
         recomputes: whether an action may be Recompute. If it is False, the Session saves itself the work of noting how
             values are computed.
@@ -105,6 +107,7 @@ class Policy(ABC):
     is_fixed: bool = False
     revision: object | None = None
     observes_changes: bool = False
+    watches_again: bool = True
     notes: tuple[str, ...] = ()
     recomputes: bool = True
     remakes_anything: bool = False
@@ -230,6 +233,11 @@ class Wrapper(Policy):
     def observes_changes(self) -> bool:  # type: ignore[override]  # read-only here
         """As ``inner``."""
         return self.inner.observes_changes
+
+    @property
+    def watches_again(self) -> bool:  # type: ignore[override]  # read-only here
+        """As ``inner``."""
+        return self.inner.watches_again
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here

@@ -206,7 +206,8 @@ class Replaying:
 
     def record_if_due(self) -> None:
         """A pass that goes the long way has begun: it is written down if it is like those before it."""
-        if self._learned.equal < self._learned.needed:
+        is_steady = self._policy.is_fixed or self._policy.revision is not None
+        if self._learned.equal < self._learned.needed or not is_steady:
             return
         session = self._session()
         assert session is not None
@@ -475,7 +476,7 @@ def for_session(
     """What replays the passes of a Session; None where nobody would know that its policy says something else."""
     policy = session.policy
     is_steady = (policy.is_fixed or policy.revision is not None) and policy.cycles in (None, 1)
-    is_steady = is_steady and not is_watching(policy)  # which is told what nodes save, in every step
+    is_steady = is_steady and not (is_watching(policy) and policy.watches_again)
     if native is None or not is_steady or session.check or not isinstance(forward._tape, CallTape):
         return None
     return Replaying(session, forward, take_in, read)

@@ -280,6 +280,8 @@ class Comet(Policy):
 
     # -- the contract of a policy --------------------------------------------------------------------------------------
 
+    watches_again = False  # but in collecting steps, which have no revision
+
     def decide(self, saved: SavedTensor) -> Action:
         """Returns the action for a value that has no other reader."""
         return self.decide_together(saved, (saved,))
