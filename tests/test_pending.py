@@ -1,4 +1,4 @@
-"""When a saved storage is looked at: at once when the program lets go of it, after some steps."""
+"""When a saved storage is looked at: in the first step and after some more, at once when it is let go of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backstash.policies import Keep, Policy
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.live import Live
-from backstash.stash.pending import Pending
+from backstash.stash.pending import CROWD, Pending
 from backstash.stash.place import SETTLED, Place
 from backstash.stash.value import Saved, Value
 
@@ -50,6 +50,30 @@ def decided_after(known: Place, held: int) -> tuple[int, int]:
         if ages:
             return ages[0], looks
     raise AssertionError("the value was never decided on")
+
+
+@pytest.mark.parametrize("held", [1, 5, 64, 146, 999])
+def test_a_value_of_a_new_place_is_decided_on_at_once(held: int) -> None:
+    """The first step of a plan has a promised peak: what is decided on late lies in it for longer than it knows."""
+    known = place()
+    assert decided_after(known, held)[0] == held
+    assert decided_after(known, held) == (held, 1)
+
+
+def test_many_values_of_new_places_that_wait_at_once_are_looked_at_in_turns() -> None:
+    pending, live, values, looks = Pending(lambda value: None), Live(), [], 0
+    held = [torch.zeros(64) for _ in range(8 * CROWD)]
+    for number in range(1000):
+        pending.clock += 1
+        due = pending.due.pop(pending.clock, [])
+        looks += len(due)
+        pending.look_at(due)
+        if number < len(held):
+            storage = held[number].untyped_storage()
+            values.append(Value(storage, Account(None, 256, "kept"), live, place()))  # type: ignore[arg-type]
+            pending.add(values[-1])
+    assert CROWD / 2 < looks / 1000 < 2 * CROWD
+    assert all(value.waiting.storage is not None for value in values)
 
 
 @pytest.mark.parametrize("held", [1, 2, 3, 7, 20, 63, 200])

@@ -243,6 +243,51 @@ def test_first_steps_of_new_lengths_stay_below_their_predicted_peaks_and_prove_n
             assert not plan.unknown
 
 
+class Holding(nn.Module):
+    """Layers that are called by a function which holds their input until the last of them is done."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(64, 32), nn.Linear(32, 1024)
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(layers)])
+
+    def hidden(self, words: Tensor) -> Tensor:
+        """Returns what the layers make of the words, [N, length, 32]."""
+        first = self.table(words) * 0.5
+        x = torch.sin(first)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Returns the loss of words, [N, length]."""
+        return nn.functional.cross_entropy(self.last(self.hidden(words)).flatten(0, 1), words.flatten())
+
+
+@pytest.mark.parametrize("layers", [11, 17])
+def test_a_first_step_lets_go_as_early_as_later_ones(layers: int) -> None:
+    """What a function holds for long was let go of up to a quarter of that time late, in the first step alone."""
+    torch.manual_seed(0)
+    model = Holding(layers)
+
+    def step(length: int) -> object:
+        words = torch.randint(0, 64, (8, length))
+        return lambda: model(words).backward()
+
+    own = Planner(StepProfile.from_json(bs.profile(step(128), model, min_nbytes=1024).to_json()))
+    assert own.solutions
+    step(128)()
+    proofs.forget()
+    plan, first = own.first_plan(own.least_first_nbytes)
+    assert any(each.op == "Sin" and each.kind == "recompute" for each in plan.decisions)
+    session, run, peaks = bs.Session(plan, model=model, min_nbytes=1024), step(128), []
+    for _ in range(2):
+        with CountedPeak() as counted, session:
+            run()
+        peaks.append(counted.peak_nbytes)
+    assert peaks[0] <= peaks[1] <= plan.peak_nbytes <= first  # the peak lies where the loss is computed
+
+
 def test_a_loop_plans_for_lengths_before_their_first_step() -> None:
     """Three lengths are profiled; from then on each new one has a plan of its own at once."""
     torch.manual_seed(0)

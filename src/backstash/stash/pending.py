@@ -6,10 +6,13 @@ Note: [encode when orphaned]
     tensor again. So a storage is never encoded twice, values that the program keeps are kept by reference, buffers that
     an op writes after saving are complete, and no pointer is ever looked up after its memory is gone.
 
-    The count is looked at before a torch function runs: as many functions after the save as the program has held the
-    storage at the same place of earlier steps. How many these are is found by bisection, one look a step: a value is
-    never decided on later than in the step before, and after some steps at once when it is let go of. Where nothing is
-    known yet, or the program holds it for longer than it did, it is looked at whenever it has become a quarter older.
+    The count is looked at before a torch function runs. At a place that was never reached before, it is looked at
+    before each of them: the peak of a plan's first step is promised before it runs, and with every value that is
+    decided on late, the step holds more than the plan knows of. Where many values wait at once, as in a loop that
+    collects its outputs, each is looked at before every so many functions, or the looks would take longer than the
+    step. In later steps a place says after how many functions its storage was let go of, and it is looked at then.
+    Should it be let go of earlier one day, that is found by bisection, one look a step. What the program holds for
+    longer than it did is looked at whenever the time beyond that has become a quarter longer.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from backstash.stash.accounts import Account
 from backstash.stash.live import Live
 from backstash.stash.value import Value
 from backstash.torch_internals import set_grad_mode, storage_use_count
+
+CROWD = 32
+"""How many values are looked at before one function at most, of those that are looked at before every one."""
 
 
 class Pending:
@@ -67,9 +73,13 @@ class Pending:
                 continue
             if not self.decide_if_orphaned(value):
                 age = self.clock - value.waiting.born
-                later = age + max(1, age // 4)
-                if value.place is not None:
-                    later = value.place.still_held(age) or later
+                before = 0 if value.place is None else value.place.gone
+                later = 0 if value.place is None else value.place.still_held(age)
+                if not later:
+                    wait = (age - before) // 4
+                    if value.place is not None and not before:
+                        wait = min(wait, len(self._values) // CROWD)
+                    later = age + max(1, wait)
                 self._look_again(value.waiting.born + later, look)
 
     def look_at_all(self) -> None:
