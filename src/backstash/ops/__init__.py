@@ -11,7 +11,6 @@ from backstash.facade import on_demand
 if TYPE_CHECKING:
     from backstash.ops.bits import (
         bits_of,
-        check_plane,
         count_of,
         gathered,
         pack_fields,
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
         unpack_fields,
         with_room,
     )
-    from backstash.ops.layout import ZVC_CHUNK, bytes_for, groups, zvc_chunks
+    from backstash.ops.layout import ZVC_CHUNK, bytes_for, check_plane, groups, zvc_chunks
     from backstash.ops.registration import kernel
     from backstash.ops.table import IN_GRAPHS, ON_DEVICES, dynamic_size
 
@@ -48,7 +47,7 @@ _HOMES = {
     "ZVC_CHUNK": "layout",
     "bits_of": "bits",
     "bytes_for": "layout",
-    "check_plane": "bits",
+    "check_plane": "layout",
     "count_of": "bits",
     "dynamic_size": "table",
     "gathered": "bits",
