@@ -24,10 +24,7 @@ import backstash
 PACKAGE = Path(backstash.__file__).parent
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "observe": (
-        *("capture/observer", "capture/side_effects", "capture/modules", "capture/hooks", "capture/learned"),
-        "capture/repeated",
-    ),
+    "observe": ("capture/observer", "capture/side_effects", "capture/modules", "capture/hooks", "capture/learned"),
     "replay": ("replay/",),
     "note how values are made": ("remake/tape", "remake/calls", "remake/contents", "remake/patterns", "repeatable"),
     "pack": ("capture/forward", "stash/held", "stash/parameters", "stash/wrapped"),

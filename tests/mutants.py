@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "indices count as shapes",
-        "policies/lossless.py",
+        "policies/exact.py",
         "if saved.need is Need.SHAPE:",
         "if saved.need in (Need.SHAPE, Need.INDEX):",
         ("gradients/test_needs.py", "policies/test_decisions.py"),

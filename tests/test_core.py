@@ -20,6 +20,7 @@ sys.modules["backstash"] = package
 import torch
 from torch import nn
 from backstash.session import Session
+imported = sum(name.startswith("backstash.") for name in sys.modules)
 
 def steps(session):
     torch.manual_seed(0)
@@ -48,21 +49,35 @@ is_equal = all(
 )
 report = session.report()
 loaded = sorted(name.removeprefix("backstash.") for name in sys.modules if name.startswith("backstash."))
-print(json.dumps([is_equal, sorted({{row.codec for row in report.rows}}), report.ratio, loaded]))
+print(json.dumps([is_equal, sorted({{row.codec for row in report.rows}}), report.ratio, imported, loaded]))
 """
 
+IMPORTED = 60
+"""The most modules of the package that importing a Session may load."""
 
-def alone() -> tuple[bool, list[str], float, list[str]]:
-    """Trains a network with the core alone: bits, codecs, ratio, and the modules that were loaded."""
+USED = 96
+"""The most that have been loaded when the network has been trained."""
+
+
+def alone() -> tuple[bool, list[str], float, int, list[str]]:
+    """Trains a network with the core alone.
+
+    Returns:
+        Whether all bits are equal, the codecs, the ratio, how many modules importing the Session has loaded, and which
+        ones were loaded in the end.
+    """
     script = ALONE.format(source=str(SOURCE))
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    is_equal, codecs, ratio, loaded = json.loads(ran.stdout)
-    return is_equal, codecs, ratio, loaded
+    is_equal, codecs, ratio, imported, loaded = json.loads(ran.stdout)
+    return is_equal, codecs, ratio, imported, loaded
 
 
 def test_the_core_trains_without_what_is_plugged_into_it() -> None:
-    is_equal, codecs, ratio, loaded = alone()
+    is_equal, codecs, ratio, imported, loaded = alone()
     assert is_equal
     assert {"bitmask", "narrow", "zvc"} <= set(codecs) and "recompute" not in codecs
     assert ratio > 1.5
     assert {name.split(".")[0] for name in loaded} & ABOVE == set()
+    assert imported <= IMPORTED and len(loaded) <= USED, loaded
+    idle = {"blockquant", "csr", "dct", "deflate", "fewbit", "rle", "signed", "sz", "szp"}
+    assert not {f"codecs.{name}" for name in idle} & set(loaded), "codecs that no value was stored with"

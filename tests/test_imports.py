@@ -37,24 +37,24 @@ ALLOWED: dict[str, set[str]] = {
     "accelerator": set(),
     "saved": set(),
     "telling": set(),
+    "facade": set(),
     "graphs": {"errors"},
     "numerics": {"torch_internals"},
     "repeatable": {"accelerator", "graphs", "saved"},
     "proofs": {"accelerator", "graphs", "numerics", "version"},
-    "ops": {"errors"},
+    "ops": {"errors", "facade"},
     "interpreter": {"saved", "torch_internals", "ops"},
-    "codecs": {"bits", "errors", "saved", "numerics", "proofs", "ops"},
+    "codecs": {"bits", "errors", "facade", "saved", "numerics", "proofs", "ops"},
     "formulas": {"saved", "torch_internals", "codecs.direct"},
-    "stores": {"errors", "graphs", "torch_internals", "codecs.base"},
+    "stores": {"errors", "facade", "graphs", "torch_internals", "codecs.base"},
     "arguments": {"stores"},
-    "policies": {"errors", "torch_internals", "saved", "numerics", "formulas", "codecs"},
+    "policies": {"errors", "facade", "torch_internals", "saved", "numerics", "formulas", "codecs"},
     "papers": {"errors", "saved", "codecs", "policies"},
     "stash": {
         "errors",
         "graphs",
         "torch_internals",
         "saved",
-        "proofs",
         "formulas",
         "ops",
         "interpreter",
@@ -295,20 +295,20 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-_FAMILY = {"saved", "codecs", "policies.base", "policies.lossless"}
+_FAMILY = {"saved", "codecs", "policies.base", "policies.exact"}
 
 # The same for the modules of policies/, where an entry with a dot is a module beside them.
 POLICIES = {
-    "": {"policies"},
+    "": {"facade", "policies"},
     "actions": {"saved", "codecs"},
     "base": {"saved", "formulas", "torch_internals", "policies.actions"},
     "adapted": {"saved", "policies.actions", "policies.base"},
     "rules": {"saved", "policies.adapted", "policies.base"},
     "registry": {"errors", "policies.adapted", "policies.base"},
-    "lossless": {"saved", "numerics", "codecs", "policies.base"},
-    "quantized": _FAMILY,
-    "sliced": _FAMILY,
-    "offload": _FAMILY,
+    "exact": {"saved", "numerics", "codecs", "policies.base"},
+    "quantizing": _FAMILY,
+    "slicing": _FAMILY,
+    "offloading": _FAMILY,
 }
 
 PUBLIC = (

@@ -26,6 +26,8 @@ from backstash.stores import Store
 from backstash.verifying import verify
 from backstash.version import __version__ as __version__
 
+codecs.load_all()  # so that torch knows every kernel as an op from now on
+
 __all__ = [
     "BackstashError",
     "Budgeted",

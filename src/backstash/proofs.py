@@ -31,7 +31,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -54,14 +54,21 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _OBJECT = re.compile(r"(?<!type) object at 0x")
 
 
-@dataclass(slots=True)
-class Counts:
-    """How often something was proven.
+class Counting(Protocol):
+    """Counts how often something was proven.
 
     Attributes:
         proven: questions that were answered by a proof for the first time.
         repeated: questions whose proof was run once more.
     """
+
+    proven: int
+    repeated: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """A Counting that is nothing else."""
 
     proven: int = 0
     repeated: int = 0
@@ -105,7 +112,7 @@ class Proofs:
         device_type: str = "cpu",
         again: bool = False,
         repeat_every: int = 0,
-        counts: Counts | None = None,
+        counts: Counting | None = None,
     ) -> Answer:
         """Returns the known answer, or the one that ``prove`` gives now.
 
@@ -141,6 +148,7 @@ class Proofs:
             return known.answer if known is not None else False  # type: ignore[return-value]
         answer = prove()
         with self._lock:
+            each: Counting
             for each in (self.counts, counts) if counts is not None else (self.counts,):
                 if known is None:
                     each.proven += 1

@@ -24,32 +24,34 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from backstash import graphs, policies
+from backstash import stores as all_stores
 from backstash.arguments import check_arguments, replanned
 from backstash.capture import hooks, learned, leaving
 from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
-from backstash.gradient_error import Monitor
 from backstash.policies.base import Policy
 from backstash.stash import held, seams
 from backstash.stash.accounts import Step
 from backstash.stash.encode import Encoder
-from backstash.stash.ledger import PeakRow, Report
 from backstash.stash.live import Live
 from backstash.stash.parameters import ParameterStorages
 from backstash.stash.pending import Pending
 from backstash.stash.unpack import unpack
 from backstash.stash.value import Value
-from backstash.stash.watcher import Watcher
-from backstash.stores import DeviceStore, HostStore, Store
+from backstash.stores import DeviceStore, Store
 from backstash.torch_internals import has_compiled, hide_from_dynamo, in_backward, no_torch_function
+
+if TYPE_CHECKING:
+    from backstash.stash.ledger import PeakRow, Report
+    from backstash.stash.watcher import Watcher
 
 MIN_NBYTES = learned.SMALLEST
 """Tensors smaller than this are kept, unless a Session is told otherwise."""
@@ -125,12 +127,14 @@ class Session:
         if min_nbytes is None:
             min_nbytes = self.policy.min_nbytes
         self._chooses_min_nbytes = min_nbytes is None
-        self.stores: dict[str, Store] = {"device": DeviceStore(), "host": HostStore()}
+        self.stores: dict[str, Store] = {"device": DeviceStore(), "host": all_stores.HostStore()}
         opened = {name: opens() for name, opens in (self.policy.stores or {}).items() if name not in (stores or {})}
         self.stores |= {**opened, **(stores or {})}
         self._names = Names(model, seams.readers.can_claim, self.policy.cycles)
         self._live = Live(self.policy.ahead, overwrite_gradients, MIN_NBYTES if min_nbytes is None else min_nbytes)
         if isinstance(check, int) and check:
+            from backstash.gradient_error import Monitor  # which a Session without checked steps does not need
+
             name_of = self._names.parameter_name
             self._live.monitor = Monitor(check, check_limit, repr(self.policy), packed_by, name_of)
         self._parameters, self._pending = ParameterStorages(), Pending(self._encode)
@@ -287,6 +291,8 @@ class Session:
 
     def report(self) -> Report:
         """The accounts of the last step that saved anything."""
+        from backstash.stash.ledger import Report  # which a step that nobody looks at does not need
+
         if self._replanned is not None:
             report: Report = self._replanned.report()
             return report
@@ -314,8 +320,8 @@ class Session:
                 peak_nbytes,
                 self._peak,
                 (*own_notes, *self.policy.notes),
-                step.counts.proven,
-                step.counts.repeated,
+                step.proven,
+                step.repeated,
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
                 named=step.named,
                 recognised=step.recognised,

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from backstash import Policy
-from backstash.capture import repeated
+from backstash.capture import learned
 from backstash.replay import replaying
 from tests.fuzz import interrupts
 from tests.fuzz.execute import Failure, check, run_plain
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, policy: Policy | None = None) -
         return interrupts.main(given[1:])
     options = _options(given)
     if options.replay:
-        repeated.EQUAL, replaying.PERIOD = 0, 5
+        learned.EQUAL_PASSES, replaying.PERIOD = 0, 5
         replaying.lowers_little = lambda lowered_nbytes, saved_nbytes: False
     torch.set_num_threads(1)
     folder = Path(options.failures or tempfile.mkdtemp(prefix="fuzz-failures-"))

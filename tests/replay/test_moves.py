@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash import Encoded, Session, policies, session
-from backstash.capture import repeated
+from backstash.capture import learned
 from backstash.codecs import Raw, Zvc
 from backstash.errors import DamagedPlanesError, StoreFullError
 from backstash.policies import Action, Keep, Policy, Stash
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     replaying.native is None, reason="nothing is replayed: run 'python setup.py build_native' beside this torch"
 )
 
-STEPS = repeated.EQUAL + 3
+STEPS = learned.EQUAL_PASSES + 3
 """Steps after which a pass is known."""
 
 SEEN = 3

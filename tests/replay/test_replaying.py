@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash import Session, session
-from backstash.capture import repeated
+from backstash.capture import learned
 from backstash.codecs import Minifloat
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.policies import Action, Keep, Policy, Stash
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MIN_NBYTES = 4096
-STEPS = repeated.EQUAL + 3
+STEPS = learned.EQUAL_PASSES + 3
 """Steps after which a pass is known."""
 
 Loss = Callable[[], Tensor]
@@ -68,8 +68,8 @@ class Twin:
         self.session = Session(policy, model=self.other, **options)
 
     @property
-    def passes(self) -> repeated.Passes:
-        passes: repeated.Passes = self.session._names.learned.passes
+    def passes(self) -> learned.Passes:
+        passes: learned.Passes = self.session._names.learned.passes
         return passes
 
     def change(self, change: Callable[[Any], object]) -> None:

@@ -35,7 +35,7 @@ from backstash.stash.parameters import (
 )
 from backstash.stash.pending import Pending
 from backstash.stash.place import Place
-from backstash.stash.producer import Tape
+from backstash.stash.seams import Tape
 from backstash.stash.value import Saved, Value, version_of
 from backstash.torch_internals import (
     any_autocast,

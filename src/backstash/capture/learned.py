@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from backstash.capture.repeated import Passes
 from backstash.capture.worth import Worth
 from backstash.stash.accounts import Step
 
@@ -62,6 +61,9 @@ MANY_NODES, MOST_NODES = 1 << 16, 1 << 19
 QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
 
+EQUAL_PASSES, MOST_EQUAL_PASSES = 4, 256
+"""After how many equal passes one is written down (replay/), at first and at most."""
+
 
 class Limit:
     """How much is remembered of the passes of a model at most.
@@ -91,6 +93,51 @@ class Limit:
             self._many *= 2
             return False
         return True
+
+
+class Passes:
+    """What is known of the passes of one model under one policy, which may be the same again and again.
+
+    Attributes:
+        script, read: the script, and the same as the interpreter has read it; None where none was written.
+        counted: how many tensors the latest pass has saved, and their bytes.
+        equal: how many equal passes there were.
+        needed: how many there have to be.
+        refusal: why the latest one could not be written down.
+        since: how many passes have run the script since one went the long way.
+        runs, misses: how many passes have begun with a script, and how many of these were given back.
+        step: the accounts of the pass that was written down.
+        revision: of the policy then.
+    """
+
+    __slots__ = (
+        "counted",
+        "equal",
+        "misses",
+        "needed",
+        "read",
+        "refusal",
+        "revision",
+        "runs",
+        "script",
+        "since",
+        "step",
+    )
+
+    def __init__(self) -> None:
+        self.script: Any = None
+        self.read: Any = None
+        self.counted = (0, 0)
+        self.equal, self.needed, self.since, self.misses, self.runs = 0, EQUAL_PASSES, 0, 0, 0
+        self.refusal = ""
+        self.step: Any = None
+        self.revision: object | None = None
+
+    def forget(self) -> None:
+        """The passes differ: it takes twice as many equal ones until the next is written down."""
+        self.script = self.read = None
+        self.equal, self.since = 0, 0
+        self.needed = min(2 * self.needed, MOST_EQUAL_PASSES)
 
 
 class Learned:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from backstash import saved, torch_internals
-from backstash.ops import backends
+from backstash.ops.cpu import library
 
 
 def _load() -> Any:
     try:
-        if backends.choice() != "auto":
+        if library.choice() != "auto":
             return None
         from backstash.interpreter import _replay  # type: ignore[attr-defined]
     except (ImportError, ValueError):  # it was not built, or for another torch or Python; or the choice is a wrong one

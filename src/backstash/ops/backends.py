@@ -8,18 +8,15 @@ too. Codecs call the ops, so that torch.compile can trace them. What runs once p
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from backstash.ops import triton
 from backstash.ops.cpu import library
 from backstash.ops.table import TABLE, Kernel
 
-CHOICES = ("auto", "reference")
 FILES = {"reference": "reference", "native": "cpu", "triton": "triton"}
 """The modules of a family's package that have a backend's functions, by the backend's name."""
 
@@ -74,25 +71,9 @@ def kernels(backend: str) -> Kernels:
 
 
 @cache
-def choice() -> str:
-    """Returns the value of ``BACKSTASH_KERNELS``: ``auto`` (default) or ``reference``.
-
-    Raises:
-        ValueError: the variable has another value.
-    """
-    asked = os.environ.get("BACKSTASH_KERNELS", "auto")
-    if asked not in CHOICES:
-        raise ValueError(
-            f"BACKSTASH_KERNELS asked for {asked!r}, but the choices are {', '.join(CHOICES)}. "
-            f"Unset it or set it to one of these."
-        )
-    return asked
-
-
-@cache
 def serving(device_type: str) -> Kernels:
     """Returns the kernels that serve tensors of ``device_type`` (``"cpu"``, ``"cuda"``, ...)."""
-    if choice() == "reference":
+    if library.choice() == "reference":
         return kernels("reference")
     if device_type == "cpu":
         if library.available():
@@ -103,6 +84,8 @@ def serving(device_type: str) -> Kernels:
             stacklevel=2,
         )
     elif device_type == "cuda":
+        from backstash.ops import triton  # of which a process without such a device knows nothing
+
         if triton.available():
             return kernels("triton")
         warnings.warn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import ZVC_CHUNK, bytes_for, zvc_chunks
 
 _BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,19 +46,6 @@ def per_chunk(flags: Tensor) -> Tensor:
     counts = torch.zeros(zvc_chunks(flags.numel()) * ZVC_CHUNK, dtype=torch.int64, device=flags.device)
     counts[: flags.numel()] = flags
     return counts.view(-1, ZVC_CHUNK).sum(1)
-
-
-def check_plane(op: str, name: str, plane: Tensor, expected: int) -> None:
-    """Checks that a plane has as many elements as the output needs.
-
-    Raises:
-        DamagedPlanesError: it has not.
-    """
-    if plane.numel() != expected:
-        raise DamagedPlanesError(
-            f"{op} asked for {expected} elements in the plane {name!r}, got {plane.numel()}. "
-            f"The stash was overwritten or cut short; compute the step again."
-        )
 
 
 def gathered(flags: Tensor, room: int, *tensors: Tensor) -> list[Tensor]:

@@ -8,6 +8,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from backstash.errors import DamagedPlanesError
+
 ZVC_CHUNK = 4096
 """Elements of a ZVC chunk. The offsets plane has one entry per chunk."""
 
@@ -71,6 +73,30 @@ class ComputedCurve(IntEnum):
 def bytes_for(numel: int, bits: int) -> int:
     """Returns the bytes that ``numel`` fields of ``bits`` bits take when they are packed without gaps."""
     return (numel * bits + 7) // 8
+
+
+def check_plane(op: str, name: str, plane: Tensor, expected: int, out: Tensor | None = None) -> None:
+    """Checks that a plane has as many elements as the output needs.
+
+    Args:
+        op: the kernel that asks.
+        name: the plane's name.
+        plane: the plane.
+        expected: how many elements it has to have.
+        out: the output, which the error tells of where it is given.
+
+    Raises:
+        DamagedPlanesError: it has not.
+    """
+    if plane.numel() != expected:
+        asked = f"{expected} elements in the plane {name!r}"
+        if out is not None:
+            dtype = str(out.dtype).removeprefix("torch.")
+            asked = f"the {expected} elements of plane {name!r} that {out.numel()} values of {dtype} take"
+        raise DamagedPlanesError(
+            f"{op} asked for {asked}, got {plane.numel()}. The stash was overwritten or cut short; compute the step "
+            f"again."
+        )
 
 
 def zvc_chunks(numel: int) -> int:

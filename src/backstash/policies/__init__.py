@@ -10,13 +10,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from backstash.facade import on_demand
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, Wrapper
-from backstash.policies.lossless import KeepAll, Lossless, lossless
-from backstash.policies.offload import Offload, offload
-from backstash.policies.quantized import Quantized, quantized
 from backstash.policies.registry import Description, describe, descriptions, get, names, register, require
-from backstash.policies.rules import Rules
-from backstash.policies.sliced import SlicedPeak, sliced
 
 if TYPE_CHECKING:
     from backstash.papers import comet as comet
@@ -24,6 +20,11 @@ if TYPE_CHECKING:
     from backstash.papers.gist import Gist, gist, gist_lossless
     from backstash.papers.layrub import Layrub, layrub
     from backstash.planning.run.hidden import OffloadHidden, offload_hidden
+    from backstash.policies.exact import KeepAll, Lossless, lossless
+    from backstash.policies.offloading import Offload, offload
+    from backstash.policies.quantizing import Quantized, quantized
+    from backstash.policies.rules import Rules
+    from backstash.policies.slicing import SlicedPeak, sliced
 
 __all__ = [
     "Action",
@@ -67,6 +68,21 @@ __all__ = [
     "vdnn",
 ]
 
+_HOMES = {
+    "KeepAll": "exact",
+    "Lossless": "exact",
+    "Offload": "offloading",
+    "Quantized": "quantizing",
+    "Rules": "rules",
+    "SlicedPeak": "slicing",
+    "lossless": "exact",
+    "offload": "offloading",
+    "quantized": "quantizing",
+    "sliced": "slicing",
+}
+
+__getattr__, __dir__ = on_demand(__name__, _HOMES)
+
 
 def publish(**members: Any) -> None:
     """Makes public names of a package that stands on this one names of ``backstash.policies`` as well.
@@ -85,7 +101,7 @@ def publish(**members: Any) -> None:
 
 register(
     "lossless",
-    Lossless,
+    "backstash.policies.exact:Lossless",
     is_exact=True,
     does="stores what backward reads in the smallest exact form, or remakes it",
     use_when="always first: no gradient changes, and most networks gain",
@@ -93,7 +109,7 @@ register(
 )
 register(
     "lossless_stored",
-    lambda: Lossless(recompute=False),
+    lambda: __getattr__("Lossless")(recompute=False),
     is_exact=True,
     does="as lossless, but remakes nothing",
     use_when="remaking takes too long, or an extension changes memory unseen",
@@ -101,7 +117,7 @@ register(
 )
 register(
     "sliced",
-    SlicedPeak,
+    "backstash.policies.slicing:SlicedPeak",
     gradients="sums in another order",
     does="as lossless; the largest convolutions run their backward in slices of the batch",
     use_when="the backward pass of a convolution is the peak",
@@ -109,7 +125,7 @@ register(
 )
 register(
     "offload",
-    Offload,
+    "backstash.policies.offloading:Offload",
     is_exact=True,
     does="moves what lossless stores to host memory or to another store",
     use_when="the device is too small, and the host or a disk has room",
@@ -117,7 +133,7 @@ register(
 )
 register(
     "quantized",
-    Quantized,
+    "backstash.policies.quantizing:Quantized",
     gradients="off by a share of their length",
     does="2 to 8 bits by group where the readers bear it (ActNN, ICML 2021), else as lossless",
     use_when="lossless does not suffice and the gradients may change: check by how much",
@@ -125,7 +141,7 @@ register(
 )
 register(
     "keep",
-    KeepAll,
+    "backstash.policies.exact:KeepAll",
     is_exact=True,
     does="stores everything as it is, and reports what that is",
     use_when="you only want to know what there is",

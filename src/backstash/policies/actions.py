@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from backstash import codecs as codec_registry
 from backstash.codecs.base import Codec
-from backstash.codecs.sliced import Sliced
 from backstash.saved import SavedTensor
 
 MAX_DEPTH = 6
@@ -135,7 +134,7 @@ class Slice(Stash):
 
     def sliced(self) -> Stash:
         """Returns the same action with codecs that can decode a slice at a time."""
-        return Stash(tuple(Sliced(codec, self.parts) for codec in self.codecs), self.store)
+        return Stash(tuple(codec_registry.sliced.Sliced(codec, self.parts) for codec in self.codecs), self.store)
 
 
 Action = Keep | Stash | Recompute

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 
 from backstash.errors import UnknownNameError
 from backstash.policies.adapted import adapt, is_policy
@@ -33,13 +34,13 @@ class Description:
     is_candidate: bool
 
 
-_REGISTRY: dict[str, Callable[[], Policy]] = {}
+_REGISTRY: dict[str, Callable[[], Policy] | str] = {}
 _DESCRIPTIONS: dict[str, Description] = {}
 
 
 def register(
     name: str,
-    policy: Callable[[], Policy],
+    policy: Callable[[], Policy] | str,
     *,
     is_exact: bool = False,
     gradients: str = "",
@@ -51,7 +52,8 @@ def register(
 
     Args:
         name: the name.
-        policy: a class or a function that returns a new policy, without arguments.
+        policy: a class or a function that returns a new policy, without arguments; or where it is, as
+            ``"package.module:Class"``, which is imported when the policy is asked for first.
         is_exact, gradients, does, use_when, is_candidate: as in Description. By default ``does`` is the first line of
             the docstring of ``policy``, and a policy is not taken for an exact one.
 
@@ -59,18 +61,28 @@ def register(
         TypeError: the name is no text, or the policy cannot be called.
         ValueError: another policy has that name.
     """
-    if not isinstance(name, str) or not callable(policy):
+    is_place = isinstance(policy, str) and ":" in policy
+    if not isinstance(name, str) or not (callable(policy) or is_place):
         raise TypeError(
             f"register was asked to add {policy!r:.80} as {name!r:.80}, but it takes a name, and a class or a function "
             f"that returns a new policy. Pass register('name', Class)."
         )
-    if _REGISTRY.setdefault(name, policy) is not policy:
+    known = _REGISTRY.setdefault(name, policy)
+    if known != policy and _imported(known) is not _imported(policy):
         raise ValueError(
-            f"register was asked to add {policy!r} as {name!r}, but that is {_REGISTRY[name]!r}. Choose another name."
+            f"register was asked to add {policy!r} as {name!r}, but that is {known!r}. Choose another name."
         )
-    first_line = (inspect.getdoc(policy) or "").partition("\n")[0].rstrip(".")
+    first_line = "" if is_place else (inspect.getdoc(policy) or "").partition("\n")[0].rstrip(".")
     gradients = gradients or ("the same bits" if is_exact else "may differ")
     _DESCRIPTIONS[name] = Description(name, is_exact, gradients, does or first_line, use_when, is_candidate)
+
+
+def _imported(policy: Callable[[], Policy] | str) -> Callable[[], Policy]:
+    if not isinstance(policy, str):
+        return policy
+    module, _, member = policy.partition(":")
+    found: Callable[[], Policy] = getattr(import_module(module), member)
+    return found
 
 
 def names() -> tuple[str, ...]:
@@ -122,7 +134,7 @@ def get(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, str):
         require(policy)
-        return adapt(_REGISTRY[policy]())
+        return adapt(_imported(_REGISTRY[policy])())
     if not is_policy(policy):
         raise TypeError(
             f"a policy was asked for, got {policy!r}, which has no decide() and observe(). Pass a name "

@@ -30,7 +30,7 @@ from backstash.redeem.claims import Claim, Unstashed
 from backstash.saved import TensorSpec
 from backstash.stash import seams
 from backstash.stash.decode import StashedTensor, has_direct
-from backstash.stash.readers import Readers
+from backstash.stash.seams import Readers
 from backstash.stash.value import Saved, Value
 from backstash.torch_internals import hide_from_dynamo, no_torch_function, running_node, saved_tensor_hooks
 

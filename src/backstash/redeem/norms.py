@@ -26,6 +26,7 @@ from torch import Tensor
 from backstash.ops.backends import advise_huge, has_own_kernel, serving
 from backstash.ops.bits import bits_of
 from backstash.ops.layout import images, per_channel
+from backstash.ops.norms import reference as _kernels  # noqa: F401  # which enter the table of kernels
 from backstash.proofs import proofs
 from backstash.redeem.claims import Claim, Gradients, redeems
 

@@ -27,6 +27,7 @@ from backstash.numerics import settings
 from backstash.ops import backends
 from backstash.ops.bits import bits_of
 from backstash.ops.layout import Activation, ComputedCurve, NormOrder, Rounding, images, per_channel
+from backstash.ops.onepass import reference as _kernels  # noqa: F401  # which enter the table of kernels
 from backstash.proofs import proofs
 from backstash.remake import fused
 from backstash.remake.calls import INPUT, Held, Leaf, Memory

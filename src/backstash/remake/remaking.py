@@ -242,7 +242,7 @@ class Remaking:
 
         def tell(way: str) -> None:
             question = (place.facts.key, repr(likeness), spec, None)
-            proofs.ask("recipe", question, lambda: way, device_type=device, counts=self._step.counts)
+            proofs.ask("recipe", question, lambda: way, device_type=device, counts=self._step)
             place.proof = facts, way
 
         return "fused", tell, False
@@ -284,7 +284,7 @@ class Remaking:
             return way
 
         question, device = (place.facts.key, repr(likeness), spec, own), whole.device.type
-        way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step.counts)
+        way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step)
         if not again:  # others are repeated in other steps
             place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
         place.proof, place.proven = (facts, way), _proven(recipe, spec, own, way)

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from backstash import interpreter, repeatable
 from backstash.capture import naming, observer
 from backstash.capture.forward import Forward
+from backstash.capture.learned import Passes
 from backstash.capture.names import scalar_of
-from backstash.capture.repeated import Passes
 from backstash.capture.side_effects import inplace_position
 from backstash.capture.worth import lowers_little
 from backstash.codecs import base

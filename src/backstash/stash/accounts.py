@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
-from backstash.proofs import Counts
+from dataclasses import dataclass, field
+
 from backstash.saved import Effect, SavedTensor
-from backstash.stash.ledger import Entry
 from backstash.stash.regions import RegionCall, region_names
+
+
+@dataclass(slots=True)
+class Entry:
+    """One stored value: a storage that one or more saved tensors view.
+
+    Attributes:
+        key: key of the saved tensor whose need is strongest.
+        shared_by: keys of the other saved tensors that view the same storage.
+        need: the strongest need.
+        spec: dtype and shape, as text.
+        saved_nbytes: bytes that plain PyTorch would hold.
+        stash_nbytes: bytes held instead, in whichever store.
+        codec: id of the codec, or ``"kept"``.
+        reason: why it was kept.
+        encode_seconds, decode_seconds: host time spent on it.
+        decodes: how often it was decoded.
+        store: name of the store that holds it.
+        stall_seconds: time that this store took to bring it back, where it is not the device.
+        effect: what an error in the value would do to the gradients, as saved.Effect names it; empty if it is unknown.
+        remake_seconds: how long the function took that made the value, when the Session learned what it does; a budget
+            may have it run again. 0.0 where that is not known, or nothing can make the value again.
+    """
+
+    key: str
+    need: str
+    spec: str
+    saved_nbytes: int
+    stash_nbytes: int = 0
+    codec: str = "kept"
+    reason: str = ""
+    shared_by: list[str] = field(default_factory=list)
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decodes: int = 0
+    store: str = "device"
+    stall_seconds: float = 0.0
+    effect: str = ""
+    remake_seconds: float = 0.0
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self.stash_nbytes if self.store == "device" else 0
 
 
 class Account:
@@ -90,7 +134,7 @@ class Step:
         calls: of compiled regions, in order.
         small: bytes of storages that were too small to be looked at, by their addresses.
         parameters: bytes of parameters and buffers that were saved, by storage or by saved tensor.
-        counts: of the proofs of this step.
+        proven, repeated: how many recipes were proven in this step for the first time, and once more.
         named: how many saved tensors were named.
         recognised: how many of these were named as in an earlier step, and treated so.
         is_whole: whether the Session was not left by an error in this step; else nothing is learned of it.
@@ -100,11 +144,12 @@ class Step:
         "__weakref__",
         "accounts",
         "calls",
-        "counts",
         "is_whole",
         "named",
         "parameters",
+        "proven",
         "recognised",
+        "repeated",
         "small",
     )
 
@@ -113,7 +158,7 @@ class Step:
         self.calls: list[RegionCall] = []
         self.small: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
-        self.counts = Counts()
+        self.proven = self.repeated = 0
         self.named = self.recognised = 0
         self.is_whole = True
 
@@ -125,7 +170,7 @@ class Step:
 
     def begin_again(self) -> None:
         """Another pass has the same accounts, in which nothing was proven yet."""
-        self.counts = Counts()
+        self.proven = self.repeated = 0
 
     @property
     def small_nbytes(self) -> int:

@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from backstash.ops.backends import advise_huge
+from backstash.ops.cpu.library import advise_huge
 from backstash.saved import TensorSpec
 from backstash.torch_internals import storage_use_count
 

@@ -22,17 +22,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from backstash import graphs
-from backstash.codecs.numbers import Numbers
+from backstash import codecs, graphs, ops
 from backstash.errors import BackstashError, DamagedPlanesError, RecomputedDifferentlyError
-from backstash.ops.bits import bits_of
 from backstash.saved import TensorSpec
-from backstash.stash.sample import Sample
 from backstash.torch_internals import at_end_of_backward, graph_task
 
 if TYPE_CHECKING:
     from backstash.remake.recipes import Recipe
     from backstash.stash.live import Live
+    from backstash.stash.sample import Sample
     from backstash.stash.value import Value
 
 AT_ONCE = frozenset({"cpu"})
@@ -73,7 +71,7 @@ class _Pass:
             found, expected = torch.cat([group[at] for group in (self.found, self.expected) for at in members]).chunk(2)
             ends = list(accumulate(self.found[at].numel() for at in members))
             failed = [self.failed[at] for at in members]
-            _tell(self.outcomes, bits_of(found) != bits_of(expected), ends, failed)
+            _tell(self.outcomes, ops.bits_of(found) != ops.bits_of(expected), ends, failed)
 
 
 class _Outcome(NamedTuple):
@@ -86,7 +84,7 @@ class _Outcome(NamedTuple):
         error: the class of the error.
     """
 
-    numbers: Numbers
+    numbers: codecs.numbers.Numbers
     ends: list[int]
     failed: list[Callable[[], str]]
     error: type[BackstashError]
@@ -126,7 +124,7 @@ def _tell(
     numbers = torch.cat((flags.amax(0, keepdim=True), flags.argmax(0, keepdim=True)))
     captured = graphs.capture()
     if captured is None:
-        outcomes.append(_Outcome(Numbers(numbers), ends, failed, kind))
+        outcomes.append(_Outcome(codecs.numbers.Numbers(numbers), ends, failed, kind))
     else:
         captured.expect(numbers, partial(_error, ends, failed, kind))
 
@@ -185,7 +183,7 @@ class Comparisons:
         picked, sample.picked = sample.picked, None
         number = graph_task()
         if number == -1:
-            self.add_different(bits_of(found) != bits_of(sample.bits), failed)
+            self.add_different(ops.bits_of(found) != ops.bits_of(sample.bits), failed)
             return
         ours = self._pass(number)
         ours.found.append(sample.copied(found) if picked is None else picked)

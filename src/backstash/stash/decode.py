@@ -8,11 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from backstash import codecs
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Encoded
 from backstash.codecs.direct import Direct, MaskBits, Readable
-from backstash.codecs.masks.codec import Bitmask
-from backstash.codecs.numbers import deferring
 from backstash.errors import SavedTensorModifiedError
 from backstash.policies.base import Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
@@ -220,7 +219,7 @@ def _decoded(value: Value, form: Form, ahead: bool, borrows: bool) -> Tensor:
         if whole.is_cpu:
             form.codec.decode(encoded, whole)
         else:
-            with deferring(partial(_damaged, value)):
+            with codecs.numbers.deferring(partial(_damaged, value)):
                 form.codec.decode(encoded, whole)
         # What is in no pool of buffers is held for the other readers.
         if (reads.unread > 1 and whole.nbytes < SMALLEST) or (
@@ -243,7 +242,7 @@ def decoded_dtype(codec: Codec, spec: TensorSpec) -> torch.dtype:
 
     A bool serves where a mask's stand-ins are 1 and 0, which is what a kernel that computes with floats makes of it.
     """
-    if spec.device.type in COPIES_BOOLS or not isinstance(codec, Bitmask):
+    if spec.device.type in COPIES_BOOLS or not isinstance(codec, codecs.Bitmask):
         return spec.dtype
     mask = codec.mask
     is_bool = (mask.if_set, mask.if_clear) == (1.0, 0.0) and not (mask.ternary or mask.nan)
@@ -272,7 +271,7 @@ def release(value: Value) -> None:
         mask = unread[0].mask if unread else None
         if mask is None:
             return
-        codec = Bitmask(mask)
+        codec = codecs.Bitmask(mask)
         if (
             any(member.need is not Need.SIGN or member.mask != mask for member in unread)
             or codec.accepts(TensorSpec.of(whole)) is not None

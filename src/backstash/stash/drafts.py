@@ -29,10 +29,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from backstash import graphs
+from backstash import codecs, graphs
 from backstash.codecs.base import Codec, Draft, Encoded, Judged, adopt
-from backstash.codecs.numbers import Numbers
-from backstash.codecs.raw import Raw
 from backstash.errors import CodecRefusedError, GraphError
 from backstash.saved import Mask
 from backstash.stash.value import Form, Value
@@ -96,7 +94,7 @@ class Drafted:
 
     def __init__(self, draft: Draft, looked: Looked, number: int, is_planned: bool) -> None:
         self._judge, self._looked, self._number, self._is_planned = draft.judge, looked, number, is_planned
-        self.numbers = Numbers(draft.numbers)
+        self.numbers = codecs.numbers.Numbers(draft.numbers)
         self.nbytes = draft.encoded.spec.nbytes
         self.is_judged = False
         self._form: weakref.ref[DraftedForm] | None = None
@@ -132,7 +130,7 @@ class Drafted:
 
     def hold_dense(self, form: DraftedForm, reason: str) -> None:
         """Has the value held as it is, and says so in its account."""
-        form.hold(Raw())
+        form.hold(codecs.Raw())
         account = self._account(form)
         if account is not None:
             account.codec, account.reason = "kept", reason

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from backstash import graphs
+from backstash import codecs, graphs
 from backstash.codecs import base
 from backstash.codecs.base import Codec, Draft, is_dense
-from backstash.codecs.masks.codec import Bitmask
-from backstash.codecs.shape import Shape
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room
 from backstash.saved import Need, SavedTensor, TensorSpec
@@ -32,7 +30,7 @@ from backstash.stores import Store
 if TYPE_CHECKING:
     from backstash.remake.recipes import Recipe
     from backstash.stash.looking import Looked
-    from backstash.stash.producer import Producer
+    from backstash.stash.seams import Producer
 
 
 class Encoder:
@@ -216,7 +214,7 @@ class Encoder:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
         if place.releases is None or not self.is_fixed:
             action = self._answer(place, place.facts, (place.facts,))
-            place.releases = isinstance(action, Stash) and any(codec.id == Shape.id for codec in action.codecs)
+            place.releases = isinstance(action, Stash) and any(codec.id == codecs.Shape.id for codec in action.codecs)
         return place.releases
 
     def _action(self, value: Value, strongest: Saved, facts: SavedTensor, fresh: list[Saved]) -> Action:
@@ -373,7 +371,7 @@ class Encoder:
         mask = next((saved.mask for saved in readers if saved.need is Need.SIGN), None)
         if mask is None:
             return None
-        form, _ = self.form(whole, replace(facts, need=Need.SIGN, mask=mask), Stash(Bitmask(mask)), readers)
+        form, _ = self.form(whole, replace(facts, need=Need.SIGN, mask=mask), Stash(codecs.Bitmask(mask)), readers)
         return form
 
 

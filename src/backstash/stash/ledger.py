@@ -1,4 +1,7 @@
-"""A report as plain data: the saved tensors of a Session, what became of them, what it cost. Holds no tensor."""
+"""A report as plain data: the saved tensors of a Session, what became of them, what it cost. Holds no tensor.
+
+The methods that show a report import what they show it with, which a step that nobody looks at does not need.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,13 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from backstash.stash import html
-from backstash.stash.helping import Suggestion, suggestions
-from backstash.stash.summary import headline, summary
-from backstash.stash.tables import mib, ms, ratio, table
+from backstash.stash.accounts import Entry as Entry
 
-
-@dataclass(slots=True)
-class Entry:
-    """One stored value: a storage that one or more saved tensors view.
-
-    Attributes:
-        key: key of the saved tensor whose need is strongest.
-        shared_by: keys of the other saved tensors that view the same storage.
-        need: the strongest need.
-        spec: dtype and shape, as text.
-        saved_nbytes: bytes that plain PyTorch would hold.
-        stash_nbytes: bytes held instead, in whichever store.
-        codec: id of the codec, or ``"kept"``.
-        reason: why it was kept.
-        encode_seconds, decode_seconds: host time spent on it.
-        decodes: how often it was decoded.
-        store: name of the store that holds it.
-        stall_seconds: time that this store took to bring it back, where it is not the device.
-        effect: what an error in the value would do to the gradients, as saved.Effect names it; empty if it is unknown.
-        remake_seconds: how long the function took that made the value, when the Session learned what it does; a budget
-            may have it run again. 0.0 where that is not known, or nothing can make the value again.
-    """
-
-    key: str
-    need: str
-    spec: str
-    saved_nbytes: int
-    stash_nbytes: int = 0
-    codec: str = "kept"
-    reason: str = ""
-    shared_by: list[str] = field(default_factory=list)
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decodes: int = 0
-    store: str = "device"
-    stall_seconds: float = 0.0
-    effect: str = ""
-    remake_seconds: float = 0.0
-
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes held on the device."""
-        return self.stash_nbytes if self.store == "device" else 0
+if TYPE_CHECKING:
+    from backstash.stash.helping import Suggestion
 
 
 @dataclass(frozen=True)
@@ -224,6 +183,8 @@ class Report:
     @property
     def suggestions(self) -> tuple[Suggestion, ...]:
         """What would leave fewer bytes on the device, most first; the first two are at the top of the summary."""
+        from backstash.stash.helping import suggestions
+
         return suggestions(self)
 
     def by_codec(self) -> tuple[CodecTotal, ...]:
@@ -309,6 +270,8 @@ class Report:
 
     def headline(self) -> str:
         """What was gained, in one line."""
+        from backstash.stash.summary import headline
+
         return headline(self)
 
     def summary(self, width: int | None = None) -> str:
@@ -317,6 +280,8 @@ class Report:
         Args:
             width: characters of a line. By default the terminal's, between 60 and 120.
         """
+        from backstash.stash.summary import summary
+
         return summary(self, width)
 
     def __str__(self) -> str:
@@ -324,89 +289,18 @@ class Report:
 
     def to_html(self) -> str:
         """A page for a browser, in one file that fetches nothing: all values, to be sorted and searched."""
+        from backstash.stash import html
+
         return html.page(self)
 
     def _repr_html_(self) -> str:
         """How a notebook shows the report."""
+        from backstash.stash import html
+
         return html.fragment(self)
 
     def table(self) -> str:
         """All values in a table, below the totals by codec, in lines as long as they have to be."""
-        stalled = self.stall_seconds >= 0.5e-4  # else it would be shown as 0.0 ms
-        lines = [
-            f"policy {self.policy}: saved {mib(self.saved_nbytes)}, stashed as {mib(self.stash_nbytes)}, "
-            f"ratio {self.ratio:.2f} (step {self.steps}; {mib(self.parameter_nbytes)} of parameters by reference)",
-            *(f"note: {note}" for note in self.notes),
-            *([f"{mib(self.moved_nbytes)} of it in other stores"] if self.moved_nbytes else []),
-            *(
-                [f"recipes: {self.proofs} proven for the first time in this step, {self.repeated_proofs} once more"]
-                if self.proofs or self.repeated_proofs
-                else []
-            ),
-            *(
-                [f"recognised from earlier steps: {self.recognised} of {self.named} saved tensors"]
-                if self.named
-                else []
-            ),
-            *([f"waited {ms(self.stall_seconds)} for other stores"] if stalled else []),
-            *([f"gradient error: {'; '.join(map(str, self.gradient_error))}"] if self.gradient_error else []),
-            "",
-            *table(
-                ("codec", "values", "saved", "stash", "ratio", "encode", "decode", "GB/s enc", "GB/s dec"),
-                (
-                    (
-                        total.codec,
-                        str(total.count),
-                        mib(total.saved_nbytes),
-                        mib(total.stash_nbytes),
-                        ratio(total.saved_nbytes, total.stash_nbytes),
-                        ms(total.encode_seconds),
-                        ms(total.decode_seconds),
-                        "" if total.encode_gb_per_second is None else f"{total.encode_gb_per_second:.1f}",
-                        "" if total.decode_gb_per_second is None else f"{total.decode_gb_per_second:.1f}",
-                    )
-                    for total in self.by_codec()
-                ),
-            ),
-            "",
-            *table(
-                ("saved tensor", "need", "tensor", "saved", "stash", "codec", *(["stall"] if stalled else []), "note"),
-                (
-                    (
-                        row.key,
-                        row.need,
-                        row.spec,
-                        mib(row.saved_nbytes),
-                        mib(row.stash_nbytes),
-                        row.codec if row.store == "device" else f"{row.codec} in {row.store}",
-                        *([ms(row.stall_seconds)] if stalled else []),
-                        row.reason or (f"also {', '.join(row.shared_by)}" if row.shared_by else ""),
-                    )
-                    for row in self.rows
-                ),
-            ),
-        ]
-        if self.peak:
-            lines[2:2] = self._peak_lines()
-        return "\n".join(lines)
+        from backstash.stash.summary import every_value
 
-    def _peak_lines(self) -> list[str]:
-        """What was alive at the peak: totals by role, then the largest groups of buffers."""
-        roles: dict[str, int] = defaultdict(int)
-        for row in self.peak:
-            roles[row.role] += row.nbytes
-        shown = sorted(roles.items(), key=lambda pair: -pair[1])
-        return [
-            f"alive at the peak: {mib(sum(roles.values()))}, of which "
-            + ", ".join(f"{role} {mib(nbytes)}" for role, nbytes in shown),
-            "",
-            *table(
-                ("role", "allocated in or after", "buffers", "bytes"),
-                ((row.role, row.name, str(row.count), mib(row.nbytes)) for row in self.peak[:PEAK_ROWS]),
-            ),
-            "",
-        ]
-
-
-PEAK_ROWS = 12
-"""Groups of buffers that a printed report shows of the peak."""
+        return every_value(self)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from backstash.stash.buffers import Buffers
 from backstash.stash.comparing import Comparisons
 from backstash.stash.prefetch import Prefetcher
-from backstash.stash.watcher import Watcher
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from backstash.gradient_error import Monitor
     from backstash.stash.value import Value
+    from backstash.stash.watcher import Watcher
 
 
 WORK = 3

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from backstash import graphs
+from backstash import codecs, graphs
 from backstash.codecs.base import Codec, Draft, Encoded, drafting, flat, refuses_layout
-from backstash.codecs.sample import Look, answered_by
 from backstash.policies.base import Stash
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.drafts import Drafted
@@ -50,7 +49,7 @@ class Looked:
 
     def __init__(self, action: Stash) -> None:
         self.action, self.taken = action, 0
-        self.look: Look | None = None
+        self.look: codecs.sample.Look | None = None
         self.known: dict[int, Any] = {}
         self._drafted: Drafted | None = None
 
@@ -112,10 +111,10 @@ def encoded(
     is_renewed = looked.taken > 0 and not place.spared
     if is_renewed and looked.look is not None:
         look, looked.look = looked.look, None
-        with answered_by(look):
+        with codecs.sample.answered_by(look):
             return _all(encoder, place, looked, whole, facts, readers, PERIOD)
     if is_renewed and refuses_layout(TensorSpec.of(whole)) is None:
-        looked.look, encoder.is_looking = Look(flat(whole)), True
+        looked.look, encoder.is_looking = codecs.sample.Look(flat(whole)), True
     if place.declined is not None:
         return None, place.declined[1]
     place.spared = max(0, place.spared - 1)
@@ -145,6 +144,6 @@ def _ids(action: Stash) -> list[str]:
 
 
 def _remember(place: Place, looked: Looked, form: Form | None, reason: str) -> None:
-    codecs = looked.action.codecs
-    looked.taken = len(codecs) if form is None else codecs.index(form.codec)
+    asked = looked.action.codecs
+    looked.taken = len(asked) if form is None else asked.index(form.codec)
     place.declined = (looked.action, reason) if form is None else None

@@ -11,12 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from backstash.stash.ledger import Entry
+if TYPE_CHECKING:
+    from backstash.stash.accounts import Entry
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A report in a few lines: what was gained, what to do now, how it is stored, and which values still take the most.
+"""A report as text: in a few lines, what was gained, what to do now, which values take the most; or all values.
 
 Functions of plain data. The report itself is in ledger.py.
 """
@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 
 from backstash.stash.helping import NOTHING_REMADE as NOTHING_REMADE
 from backstash.stash.helping import holdings, row_label, what_now
-from backstash.stash.tables import amount, change, ms, paragraph, ratio, shortened, table
+from backstash.stash.tables import amount, change, mib, ms, paragraph, ratio, shortened, table
 
 if TYPE_CHECKING:
     from backstash.stash.ledger import Entry, Report
 
 LARGEST = 10
 """How many of the values that are still held a summary shows."""
+
+PEAK_ROWS = 12
+"""Groups of buffers that a printed report shows of the peak."""
 
 _CODE = re.compile(r"`[^`]*`")
 _UNBROKEN = "\N{NO-BREAK SPACE}"
@@ -134,3 +137,82 @@ def _stores(report: Report) -> set[str]:
 
 def _and(words: Sequence[str]) -> str:
     return " and ".join(words)
+
+
+def every_value(report: Report) -> str:
+    """All values in a table, below the totals by codec and what was alive at the peak."""
+    stalled = report.stall_seconds >= 0.5e-4  # else it would be shown as 0.0 ms
+    lines = [
+        f"policy {report.policy}: saved {mib(report.saved_nbytes)}, stashed as {mib(report.stash_nbytes)}, "
+        f"ratio {report.ratio:.2f} (step {report.steps}; {mib(report.parameter_nbytes)} of parameters by reference)",
+        *(f"note: {note}" for note in report.notes),
+        *([f"{mib(report.moved_nbytes)} of it in other stores"] if report.moved_nbytes else []),
+        *(
+            [f"recipes: {report.proofs} proven for the first time in this step, {report.repeated_proofs} once more"]
+            if report.proofs or report.repeated_proofs
+            else []
+        ),
+        *(
+            [f"recognised from earlier steps: {report.recognised} of {report.named} saved tensors"]
+            if report.named
+            else []
+        ),
+        *([f"waited {ms(report.stall_seconds)} for other stores"] if stalled else []),
+        *([f"gradient error: {'; '.join(map(str, report.gradient_error))}"] if report.gradient_error else []),
+        "",
+        *table(
+            ("codec", "values", "saved", "stash", "ratio", "encode", "decode", "GB/s enc", "GB/s dec"),
+            (
+                (
+                    total.codec,
+                    str(total.count),
+                    mib(total.saved_nbytes),
+                    mib(total.stash_nbytes),
+                    ratio(total.saved_nbytes, total.stash_nbytes),
+                    ms(total.encode_seconds),
+                    ms(total.decode_seconds),
+                    "" if total.encode_gb_per_second is None else f"{total.encode_gb_per_second:.1f}",
+                    "" if total.decode_gb_per_second is None else f"{total.decode_gb_per_second:.1f}",
+                )
+                for total in report.by_codec()
+            ),
+        ),
+        "",
+        *table(
+            ("saved tensor", "need", "tensor", "saved", "stash", "codec", *(["stall"] if stalled else []), "note"),
+            (
+                (
+                    row.key,
+                    row.need,
+                    row.spec,
+                    mib(row.saved_nbytes),
+                    mib(row.stash_nbytes),
+                    row.codec if row.store == "device" else f"{row.codec} in {row.store}",
+                    *([ms(row.stall_seconds)] if stalled else []),
+                    row.reason or (f"also {', '.join(row.shared_by)}" if row.shared_by else ""),
+                )
+                for row in report.rows
+            ),
+        ),
+    ]
+    if report.peak:
+        lines[2:2] = _peak_lines(report)
+    return "\n".join(lines)
+
+
+def _peak_lines(report: Report) -> list[str]:
+    """What was alive at the peak: totals by role, then the largest groups of buffers."""
+    roles: dict[str, int] = defaultdict(int)
+    for row in report.peak:
+        roles[row.role] += row.nbytes
+    shown = sorted(roles.items(), key=lambda pair: -pair[1])
+    return [
+        f"alive at the peak: {mib(sum(roles.values()))}, of which "
+        + ", ".join(f"{role} {mib(nbytes)}" for role, nbytes in shown),
+        "",
+        *table(
+            ("role", "allocated in or after", "buffers", "bytes"),
+            ((row.role, row.name, str(row.count), mib(row.nbytes)) for row in report.peak[:PEAK_ROWS]),
+        ),
+        "",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backstash.codecs.shape import stand_in
+from backstash import codecs
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash import held, seams
 from backstash.stash.decode import check_version, decode, follow_original, modified_message
@@ -83,7 +83,7 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     assert saved.spec is not None
     value = saved.value
     if value is None:
-        return stand_in(saved.spec)
+        return codecs.shape.stand_in(saved.spec)
     if saved.claimable and (claim := seams.readers.claim(saved)) is not None:
         return claim
     with live.lock:

@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.codecs.base import Codec, Encoded
-from backstash.codecs.masks.codec import Bitmask
 from backstash.interpreter import is_odd
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash.accounts import Account
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.prefetch import Tag
-from backstash.stash.sample import Sample
 from backstash.stores import Store, Ticket
 
 if TYPE_CHECKING:
+    from backstash.codecs import Bitmask
     from backstash.policies.base import Keep, Stash
     from backstash.remake.calls import Content
     from backstash.remake.recipes import Recipe
+    from backstash.stash.sample import Sample
     from backstash.stash.wrapped import Wrapping
 
 

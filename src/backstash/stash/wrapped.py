@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash import formulas
-from backstash.codecs.shape import stand_in
+from backstash import codecs, formulas
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import PLAIN, Need, TensorSpec, is_odd, is_tensor
 from backstash.torch_internals import is_traceable_wrapper_subclass, without_gradients
@@ -84,7 +83,7 @@ class Wrapping:
         guard: Any = x.detach()
         names, self._context = guard.__tensor_flatten__()
         self._others = {other: getattr(guard, other) for other in names if other != name}
-        setattr(guard, name, stand_in(TensorSpec.of(inner)))  # Note: [versions of a wrapper]
+        setattr(guard, name, codecs.shape.stand_in(TensorSpec.of(inner)))  # Note: [versions of a wrapper]
         self._guard, self._version, self._name = guard, x._version, name
         self._type: Any = type(x)
         self._dtype = inner.dtype

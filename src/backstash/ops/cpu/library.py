@@ -18,6 +18,9 @@ PATH = Path(__file__).with_name("libbackstash_native.so")
 ISAS = ("scalar", "avx2", "avx512")
 """Instruction sets by their codes (``native/isa.h``)."""
 
+CHOICES = ("auto", "reference")
+"""Values of ``BACKSTASH_KERNELS``."""
+
 INTERFACE = 2
 """The number of the interface that the bindings beside this file expect (``native/isa.cpp``).
 
@@ -38,6 +41,22 @@ _OWN: Signatures = {
     "bs_has_openmp": (c_int, []),
     "bs_advise_huge": (c_int, [c_void_p, c_int64]),
 }
+
+
+@cache
+def choice() -> str:
+    """Returns the value of ``BACKSTASH_KERNELS``: ``auto`` (default) or ``reference``.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    asked = os.environ.get("BACKSTASH_KERNELS", "auto")
+    if asked not in CHOICES:
+        raise ValueError(
+            f"BACKSTASH_KERNELS asked for {asked!r}, but the choices are {', '.join(CHOICES)}. "
+            f"Unset it or set it to one of these."
+        )
+    return asked
 
 
 @cache

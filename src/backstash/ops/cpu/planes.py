@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from backstash.ops.bits import check_plane as check_plane
 from backstash.ops.cpu.library import HUGE_FROM, advise_huge
+from backstash.ops.layout import check_plane as check_plane
 
 # The codes of native/elements.h.
 FLOATS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

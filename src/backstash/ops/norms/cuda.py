@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backstash.errors import DamagedPlanesError
-from backstash.ops.layout import Rounding, bytes_for
+from backstash.ops.layout import Rounding, bytes_for, check_plane
 from backstash.ops.onepass.cuda import available as available
 from backstash.ops.onepass.cuda import launch
 
@@ -39,11 +38,8 @@ def affine(
         DamagedPlanesError: the mask has not ceil(n / 8) bytes.
     """
     numel = x.numel()
-    if mask is not None and mask.numel() != bytes_for(numel, 1):
-        raise DamagedPlanesError(
-            f"affine asked for the {bytes_for(numel, 1)} bytes of a mask that {numel} elements take, got "
-            f"{mask.numel()}. The stash was overwritten or cut short; compute the step again."
-        )
+    if mask is not None:
+        check_plane("affine", "mask", mask, bytes_for(numel, 1), out)
     norm, second = (mean, invstd, weight, bias), (residual_mean, residual_invstd, residual_weight, residual_bias)
     tensors = x, *norm, residual, *second, mask, out, None, picked, None, None
     sizes = numel, x.shape[1], inner, begin, step, 0 if picked is None else picked.numel()

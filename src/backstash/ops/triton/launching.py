@@ -8,11 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from backstash.errors import DamagedPlanesError
 from backstash.ops.bits import bits_of
 from backstash.ops.cuda import launcher
+from backstash.ops.layout import check_plane as check_plane
 from backstash.ops.triton import relaunching
 
 BLOCK_BYTES = 256
@@ -75,17 +74,3 @@ def fields_per_byte(bits: int) -> int:
 def bytes_per_field(bits: int) -> int:
     """Returns how many bytes one field of ``bits`` bits may have bits in: 1 for 4 bits, 2 for 3 bits."""
     return blocks_of(8 - math.gcd(bits, 8) + bits, 8)
-
-
-def check_plane(op: str, name: str, plane: Tensor, expected: int, out: Tensor) -> None:
-    """Checks that a plane has as many elements as ``out`` needs.
-
-    Raises:
-        DamagedPlanesError: it has not.
-    """
-    if plane.numel() != expected:
-        raise DamagedPlanesError(
-            f"{op} asked for the {expected} elements of plane '{name}' that {out.numel()} values of "
-            f"{str(out.dtype).removeprefix('torch.')} take, got {plane.numel()}. The stash was overwritten or cut "
-            f"short; compute the step again."
-        )

@@ -14,7 +14,7 @@ from backstash.codecs import BlockQuant, Exponents, FewBit, Minifloat, Signed, S
 from backstash.codecs.base import SINGLES, Codec, label
 from backstash.codecs.fewbit.codec import ACTIVATIONS
 from backstash.codecs.minifloat.formats import FORMATS
-from backstash.policies.quantized import GROUP, group_of
+from backstash.policies.quantizing import GROUP, group_of
 from backstash.saved import Effect, Need, SavedTensor
 
 DENSE: tuple[Codec, ...] = (Upcast(), Upcast(Exponents()), Exponents())
@@ -37,7 +37,7 @@ def candidates(saved: SavedTensor, readers: Sequence[SavedTensor]) -> tuple[Code
     Returns:
         None at all if a reader's effect is not known, or if the value is no number that can be rounded. A value that
         goes through a curved function has 8 bits or more, and so has one whose groups do not lie within the rows of a
-        norm (policies/quantized.py says why). A value whose sign is read keeps its zeros and signs.
+        norm (policies/quantizing.py says why). A value whose sign is read keeps its zeros and signs.
     """
     values = [reader for reader in readers if reader.need is Need.VALUE]
     is_known = bool(values) and all(reader.effect is not Effect.UNKNOWN for reader in values)

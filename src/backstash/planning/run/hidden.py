@@ -34,8 +34,8 @@ from backstash.planning.measure.link import SMALLEST, Link, folder, measured, of
 from backstash.planning.model.explain import size
 from backstash.planning.model.plan import open_store
 from backstash.policies.base import Action, Outcome, Policy, Recompute, no_torch_function
-from backstash.policies.lossless import Lossless
-from backstash.policies.offload import Offload
+from backstash.policies.exact import Lossless
+from backstash.policies.offloading import Offload
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stores import Store
 

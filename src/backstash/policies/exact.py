@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
-from backstash.codecs import Binary, Bitmask, Exponents, Narrow, Operand, Shape, Upcast, Zvc
-from backstash.codecs.base import FLOATS
+from backstash import codecs
+from backstash.codecs.base import FLOATS, Codec
 from backstash.codecs.narrow.codec import INTEGERS
 from backstash.numerics import rounds_products
 from backstash.policies.base import Action, Keep, Policy, Recompute, Stash
 from backstash.saved import Need, SavedTensor
 
-UPCASTS = (Upcast(Exponents()), Upcast())
-"""For float32 values that were bfloat16 before: the smaller form, and one for exponents that are far apart."""
 
-OPERANDS = (Operand(), Operand(rounding="truncated"))
-"""For float32 values that products alone read: the ways to round that products are known to have."""
+@cache
+def _upcasts() -> tuple[Codec, ...]:
+    """For float32 values that were bfloat16 before: the smaller form, and one for exponents that are far apart."""
+    return codecs.Upcast(codecs.Exponents()), codecs.Upcast()
 
-DENSE_OPERANDS = tuple(replace(operand, values=values) for operand in OPERANDS for values in (Exponents(), None))
-"""The smaller form of each, and one for exponents that are far apart."""
+
+@cache
+def _operands(dense: bool) -> tuple[Codec, ...]:
+    """For float32 values that products alone read: the ways to round that products are known to have.
+
+    With ``dense`` the smaller form of each, and one for exponents that are far apart.
+    """
+    operands = codecs.Operand(), codecs.Operand(rounding="truncated")
+    if not dense:
+        return operands
+    return tuple(replace(operand, values=values) for operand in operands for values in (codecs.Exponents(), None))
 
 
 @dataclass(frozen=True)
@@ -56,18 +66,20 @@ class Lossless(Policy):
     def decide(self, saved: SavedTensor) -> Action:
         """Returns the smallest exact form of what backward reads."""
         if saved.need is Need.SHAPE:
-            return Stash(Shape())
+            return Stash(codecs.Shape())
         if saved.need is Need.SIGN and saved.mask is not None:
-            return Stash(Bitmask(saved.mask))
+            return Stash(codecs.Bitmask(saved.mask))
         if saved.spec.dtype in INTEGERS:
-            windowed = () if saved.window is None else (Narrow(saved.window),)
-            return Stash((*windowed, Narrow()))
+            windowed = () if saved.window is None else (codecs.Narrow(saved.window),)
+            return Stash((*windowed, codecs.Narrow()))
         if saved.spec.dtype in FLOATS:
-            zvc = Zvc(self.min_saving)
-            codecs = (Binary(), *UPCASTS, zvc, Exponents()) if self.dense else (Binary(), zvc)
+            zvc = codecs.Zvc(self.min_saving)
+            chain: tuple[Codec, ...] = (codecs.Binary(), zvc)
+            if self.dense:
+                chain = (codecs.Binary(), *_upcasts(), zvc, codecs.Exponents())
             if saved.product is not None and saved.spec.dtype is torch.float32 and rounds_products():
-                codecs = (*(DENSE_OPERANDS if self.dense else OPERANDS), *codecs)
-            stash = Stash(codecs)
+                chain = (*_operands(self.dense), *chain)
+            stash = Stash(chain)
             return Recompute(stash) if self.recompute else stash
         return Keep(f"no exact codec takes {saved.spec.dtype}")
 

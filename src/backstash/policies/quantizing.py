@@ -11,7 +11,7 @@ from backstash.codecs.base import SINGLES
 from backstash.codecs.fewbit.codec import ACTIVATIONS
 from backstash.codecs.fewbit.codec import BITS as CODE_BITS
 from backstash.policies.base import Action, Policy, Recompute, Stash
-from backstash.policies.lossless import Lossless
+from backstash.policies.exact import Lossless
 from backstash.saved import Effect, Need, SavedTensor
 
 FINE_BITS = 8

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from backstash import codecs
 from backstash.codecs import Codec, Raw
 from backstash.policies.base import Action, Keep, Policy, Recompute, Stash, Wrapper
-from backstash.policies.lossless import Lossless
+from backstash.policies.exact import Lossless
 from backstash.saved import Need, SavedTensor
 
 

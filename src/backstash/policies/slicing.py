@@ -5,7 +5,7 @@ from __future__ import annotations
 from backstash.codecs import Binary, Zvc
 from backstash.codecs.base import FLOATS
 from backstash.policies.base import Action, Policy, Slice
-from backstash.policies.lossless import Lossless
+from backstash.policies.exact import Lossless
 from backstash.saved import Need, SavedTensor
 
 
