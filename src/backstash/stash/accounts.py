@@ -169,8 +169,9 @@ class Step:
         return account
 
     def begin_again(self) -> None:
-        """Another pass has the same accounts, in which nothing was proven yet."""
+        """Another pass has the same accounts: nothing was proven in it yet, and all of it was seen before."""
         self.proven = self.repeated = 0
+        self.recognised = self.named
 
     @property
     def small_nbytes(self) -> int:
