@@ -25,10 +25,10 @@ from session_checks import Always
 from torch import Tensor
 
 from backstash import Need, Policy, Session, Stash
+from backstash.codecs import shape
 from backstash.formulas import FORMULAS
 from backstash.saved import Mask, TensorSpec, Test
 from backstash.stash import decode
-from backstash.stash import unpack as unpack_module
 from backstash.stash.ledger import Entry
 from backstash.torch_internals import clamp_passes_bounds
 
@@ -144,7 +144,7 @@ def test_shape_is_enough(case: Case, garbage: float, monkeypatch: pytest.MonkeyP
         made.append(torch.full([], 0))
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).fill_(garbage)
 
-    monkeypatch.setattr(unpack_module, "stand_in", filled)
+    monkeypatch.setattr(shape, "stand_in", filled)
     expected = run(case, torch.float32, None, seed=3)
     got = run(case, torch.float32, Session("lossless", min_nbytes=0), seed=3)
     assert made, "the stand-in was not asked for"
@@ -188,9 +188,9 @@ def test_stand_in_has_the_layout_and_no_memory() -> None:
     for x in (torch.empty(3, 5, 67), torch.empty(2, 3, 4, 5).contiguous(memory_format=LAST), torch.empty(0, 3)):
         for dtype in (*FLOATS, torch.int64, torch.bool, torch.complex64):
             spec = TensorSpec.of(x.to(dtype))
-            assert TensorSpec.of(unpack_module.stand_in(spec)) == spec
+            assert TensorSpec.of(shape.stand_in(spec)) == spec
     expanded = TensorSpec.of(torch.empty(3, 1).expand(3, 1000))
-    assert TensorSpec.of(unpack_module.stand_in(expanded)) == expanded
+    assert TensorSpec.of(shape.stand_in(expanded)) == expanded
 
 
 def test_every_row_has_a_case() -> None:
