@@ -17,6 +17,7 @@ from backstash.planning.model.shapes import ShapeFamily
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import ROUNDING, Planner
 from backstash.proofs import proofs
+from backstash.redeem.table import LARGE
 from backstash.report.meter import CountedPeak
 
 LENGTHS = (64, 96, 160)
@@ -312,3 +313,32 @@ def test_a_loop_plans_for_lengths_before_their_first_step() -> None:
         assert not found.trouble or length == 98  # whose first step is known not to fit before it runs
     assert "of them planned before their first step" in str(session.found)
     session.close()
+
+
+def test_a_fit_through_claimed_and_unclaimed_values_is_bounded() -> None:
+    """A kernel of ours frees a large value early and a small one late: the bytes there are no polynomial."""
+
+    def log_softmax(length: int) -> StepProfile:
+        nbytes = 2 * length * 256 * 4
+        is_claimed = nbytes >= LARGE
+        names = [("linear", False), ("log_softmax", False), ("let go", False), ("LogSoftmaxBackward0", True)]
+        base = (nbytes, nbytes, 1000, (1 if is_claimed else 2) * nbytes + 24_576)
+        choices = (Choice.keep(nbytes),)
+        spec = f"float32 [2, {length}, 256]"
+        value = PlannedValue("/LogSoftmax#0:result", "", "LogSoftmax", spec, nbytes, 2, (3,), choices)
+        square = length**2, 2, (3,), (Choice.keep(length**2),)
+        scores = PlannedValue("/X#0:y", "", "X", f"float32 [{length}, {length}]", *square)
+        positions = tuple(Position(name, "", is_backward, 1e-3) for name, is_backward in names)
+        return StepProfile(positions, base, (value, scores), 0, moments=tuple((each,) for each in base))
+
+    for lengths in ((48, 96, 192), (48, 160, 192), (130, 160, 192), (48, 64, 96)):
+        known = ShapeFamily([(2, length) for length in lengths], [log_softmax(length) for length in lengths])
+        for length in range(40, 200):
+            found, expected = known.profile((2, length)), log_softmax(length)
+            if found is None:  # too far away (Note: [no far shapes])
+                assert not min(lengths) <= length <= max(lengths)
+                continue
+            for bound, nbytes in zip(found.base_nbytes, expected.base_nbytes, strict=True):
+                assert bound >= nbytes
+            is_alike = len({2 * each * 1024 >= LARGE for each in (*lengths, length)}) == 1
+            assert not is_alike or found.base_nbytes == expected.base_nbytes

@@ -109,3 +109,13 @@ def is_worth_a_claim(op: str, nbytes: int, is_direct: bool, has_room: Callable[[
     if nbytes < LARGE or op in NEVER_WHOLE:
         return False
     return nbytes >= CHEAP_CLAIM or not has_room(ROOM * nbytes)
+
+
+def is_claimed_as_kept(op: str, role: str, nbytes: int, freed_nbytes: int) -> bool:
+    """Whether a value on CPU that is kept is claimed when backward has freed so many bytes of others.
+
+    Args:
+        op, role: the node that reads, and its name for the value.
+        nbytes, freed_nbytes: bytes of the value, and of what was freed.
+    """
+    return (op, role) in CLAIMED and is_worth_a_claim(op, nbytes, False, lambda more: more <= freed_nbytes)

@@ -159,6 +159,14 @@ class PeakModel:
         before = np.maximum.accumulate(live)[self.born[remade]]
         return int(max(live.max(), (before + proofs).max(initial=0)))
 
+    def count_remade(self, choices: Sequence[int] | Bytes) -> int:
+        """Returns how many values are remade.
+
+        Args:
+            choices: as in :meth:`evaluate`.
+        """
+        return int(self.remakes[self.first[:-1] + np.asarray(choices, np.int64)].sum())
+
     def reserved(self, choices: Sequence[int] | Bytes) -> Bytes:
         """Returns the bytes at each position that are there for numbers which encode worse than the profiled ones.
 

@@ -15,6 +15,14 @@ Note: [fitted bytes]
     times the growth. A codec whose bytes depend on the numbers is taken to make of a value what it made of it at worst.
     If the fitted dimensions of any value are no whole numbers, the shape does not belong to the family.
 
+Note: [claims between shapes]
+    A kernel of redeem/ frees a large value before it allocates a gradient, or writes over a gradient; of a small one it
+    does not (redeem/table.py). So the bytes of a position that reads such a value are one polynomial where it is small
+    and another one where it is large, and no fit through shapes of both kinds is either of them: the backward of a
+    log-softmax took 14 % of the peak more than such a fit had said. A shape of the other kind says the bytes only up to
+    what a claim spares, which is at most WITHOUT_CLAIM times the value's bytes. The weights of the fit say how much
+    that can make of the sum, and the nearest shapes of the same kind bound it.
+
 Note: [no far shapes]
     A prediction is a weighted sum of what was measured. The weights of a shape between the measured ones add up to
     little more than one. They grow with the distance of a shape beyond them, and so does what any deviation makes of
@@ -25,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -33,8 +42,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from backstash.planning.model.peak import PeakModel
-from backstash.planning.model.problem import Choice, Position, StepProfile
+from backstash.planning.model.peak import WITHOUT_CLAIM, PeakModel
+from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.redeem.table import is_claimed_as_kept
 
 Sizes = tuple[int, ...]
 """All sizes of all tensors among a step's inputs, in their order."""
@@ -205,7 +215,7 @@ class ShapeFamily:
             choices[0] = Choice.keep(nbytes)
             offered = choices if nbytes >= min_nbytes else choices[:1]
             values.append(replace(value, spec=spec, nbytes=nbytes, choices=tuple(offered)))
-        moments = self._moments(point, weights)
+        moments = self._moments(point, weights, values)
         found = replace(
             first,
             positions=positions,
@@ -235,22 +245,68 @@ class ShapeFamily:
             rows.append(times)
         return _without_negative(self._terms(self._points), np.array(rows))
 
-    def _moments(self, point: Numbers, weights: Numbers) -> tuple[tuple[int, ...], ...]:
-        """The bytes at each moment of each position (Note: [fitted bytes])."""
+    def _moments(self, point: Numbers, weights: Numbers, values: list[PlannedValue]) -> tuple[tuple[int, ...], ...]:
+        """The bytes at each moment of each position (Note: [fitted bytes]).
+
+        Args:
+            point, weights: of the shape, as elsewhere.
+            values: of the shape.
+        """
         degrees = np.array([variable.degree for variable in self.variables])
         growth = (np.maximum(1.0, point / self._points) ** degrees).prod(axis=1)
         is_larger = (self._points >= point).all(axis=1)
         is_smaller = (self._points <= point).all(axis=1)
+        more, less = self._otherwise(values)
         found = []
-        for moments in zip(*(profile.moments for profile in self._profiles), strict=True):
-            if len({len(each) for each in moments}) == 1:
-                fitted = weights @ np.array(moments, float)
-                found.append(tuple(int(each) for each in np.ceil(fitted - WHOLE)))
-                continue
-            most = np.array([max(0, *each) for each in moments])
-            bounds = [(most * growth)[chosen].min() for chosen in (is_larger, is_smaller) if chosen.any()]
-            found.append((int(max(bounds, default=(most * growth).max())),))
+        for at, moments in enumerate(zip(*(profile.moments for profile in self._profiles), strict=True)):
+            is_alike = len({len(each) for each in moments}) == 1
+            rows = np.array(moments if is_alike else [[max(0, *each)] for each in moments], float)
+            most = np.maximum(rows + more[at][:, None], 0.0)
+            fitted = np.full(rows.shape[1], np.inf)
+            if is_alike:
+                fitted = weights @ rows + np.maximum(weights, 0) @ more[at] - np.minimum(weights, 0) @ less[at]
+            if not is_alike or more[at].any() or less[at].any():
+                bounds = [(most * growth[:, None])[each].min(axis=0) for each in (is_larger, is_smaller) if each.any()]
+                if is_alike and bounds:
+                    fitted = np.minimum(fitted, np.min(bounds, axis=0))
+                elif not is_alike:
+                    fitted = np.max(bounds or [(most * growth[:, None]).max(axis=0)], axis=0)
+            found.append(tuple(int(each) for each in np.ceil(fitted - WHOLE)))
         return tuple(found)
+
+    def _otherwise(self, values: list[PlannedValue]) -> tuple[Numbers, Numbers]:
+        """What claims as at another shape change at most (Note: [claims between shapes]).
+
+        Args:
+            values: of that shape.
+
+        Returns:
+            By how many bytes each position of each measured shape might hold more, and by how many it might hold less,
+            [positions, shapes] each.
+        """
+        first = self._profiles[0]
+        more, less = (np.zeros((len(first.positions), len(self._profiles))) for _ in range(2))
+        if first.device == "cpu":
+            wanted = _claims(values)
+            for number, profile in enumerate(self._profiles):
+                for (index, read), is_claimed in _claims(profile.values).items():
+                    if is_claimed != wanted[index, read]:
+                        table = more if is_claimed else less
+                        table[read, number] += WITHOUT_CLAIM * profile.values[index].nbytes
+        return more, less
+
+
+def _claims(values: Sequence[PlannedValue]) -> dict[tuple[int, int], bool]:
+    """Whether each value is claimed at each of its reads if all are kept."""
+    freed = sorted((value.reads[-1], value.nbytes) for value in values)
+    ends, total = [end for end, _ in freed], [0, *itertools.accumulate(nbytes for _, nbytes in freed)]
+    return {
+        (index, read): is_claimed_as_kept(
+            value.op, value.key.rpartition(":")[2], value.nbytes, total[bisect_left(ends, read)]
+        )
+        for index, value in enumerate(values)
+        for read in value.reads
+    }
 
 
 def _kept_nbytes(profile: StepProfile) -> int:

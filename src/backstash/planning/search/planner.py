@@ -36,6 +36,7 @@ from backstash.planning.search.spare import spare_ways
 from backstash.planning.search.timings import Timings
 from backstash.planning.search.usual import like_lossless
 from backstash.rewrites.chunked_loss import CHUNK_NBYTES
+from backstash.stash.sample import ELEMENTS
 from backstash.telling import note_progress
 
 TIGHTENINGS = 3
@@ -46,6 +47,9 @@ DRAFTS = 32
 
 ROUNDING = 4 << 10
 """Bytes that are added to a rehearsed peak, because steps differ by some small tensors, such as copies of indices."""
+
+SAMPLE_NBYTES = 8 * ELEMENTS
+"""The most bytes of the sample that a value leaves behind which is going to be remade (stash/sample.py)."""
 
 VARIATION = 0.002
 """Share of encoded bytes that is added as well: dropout makes more zeros in one step than in another."""
@@ -200,8 +204,10 @@ class Planner:
         return min(map(self._first_nbytes, self.known_solutions))
 
     def _first_nbytes(self, found: Solution) -> int:
-        is_plain = found == self._everything
-        return ROUNDING + (self._predicted(found) if is_plain else self._model.first_nbytes(found.choices))
+        if found == self._everything:
+            return ROUNDING + self._predicted(found)
+        samples = self._model.count_remade(found.choices) * SAMPLE_NBYTES  # each later step holds them too
+        return ROUNDING + samples + self._model.first_nbytes(found.choices)
 
     def plan(self, budget: int | str, solver: Literal["greedy", "exact"] = "greedy") -> Plan:
         """Returns the plan for a budget. See :func:`plan`."""
