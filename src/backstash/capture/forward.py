@@ -427,6 +427,8 @@ class Forward:
             value.account.share(facts)
         value.members.append(weakref.ref(saved))
         saved.value = value
+        if node is None:
+            saved.origin.counter = version_of(dense)  # Note: [reader that writes]
         if saved.origin.pinned:
             value.waiting.address, value.waiting.storage = StorageWeakRef(storage), None
         if saved.origin.wrapping is not None and saved.origin.wrapping.was_changed:

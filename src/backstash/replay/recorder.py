@@ -447,12 +447,14 @@ class _Writer:
         if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
             raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
         if saved.value is None:
-            if saved.origin.counter is None or save.call < 0:
+            if saved.origin.counter is None or saved.dense is not None or save.call < 0:
                 raise RefusedError("a saved tensor follows another one's memory")
             save.kind = SaveKind.SHAPE
             return save
         save.kind = SaveKind.VALUE
         stored = saved.value
+        if not saved.builtin and any(reader.need is Need.SHAPE for reader in stored.account.shared_by or ()):
+            raise RefusedError("a node that may write into a value reads it, and another one reads its shape alone")
         value = self._values.setdefault(id(stored), len(self._stored))
         if value == len(self._stored):
             self._stored.append(stored)

@@ -19,7 +19,7 @@ from backstash.stash.buffers import SMALLEST
 from backstash.stash.comparing import COMPUTED
 from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.place import Place
-from backstash.stash.value import DENSE, Dense, Form, Saved, Value, guard_with, version_of
+from backstash.stash.value import DENSE, Dense, Form, Saved, Value, guard_with, version_of, with_version_of
 from backstash.torch_internals import in_backward, without_gradients
 
 COPIES_BOOLS = frozenset({"cpu"})
@@ -133,6 +133,10 @@ def hold_dense(value: Value, whole: Tensor) -> None:
         value.state = DENSE
     reads = value.reads
     reads.round, reads.unread, reads.bits = 0, 0, None
+    counters = (saved.origin.counter for saved in value.saved())
+    counter = next((counter for counter in counters if counter is not None), None)
+    if counter is not None:
+        whole = with_version_of(counter, whole)
     for saved in value.saved():
         saved.round = 0
         if saved.origin.modified is None:  # else it raises when it is read
@@ -155,10 +159,12 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
     whole = dense(value, False, borrows)
     saved.has_read()
     value.let_go()
-    if not saved.builtin:  # may write into it
+    if not saved.builtin:  # may write into it (Note: [reader that writes] in hazards.md)
         value.hold(None)
         value.live.buffers.forget(value.state)
         if value.live.monitor is None or not value.live.monitor.is_measuring:
+            if saved.origin.counter is not None:  # who reads the shape alone knows of no value, but of that version
+                whole = with_version_of(saved.origin.counter, whole)
             value.reads.written = [*(value.reads.written or ()), (version_of(whole), whole._version)]
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()

@@ -278,7 +278,8 @@ class Origin:
     Attributes:
         tensor: the tensor, as long as the program holds it; None where it is the saved one itself.
         version: of the tensor when it was saved.
-        counter: an empty tensor that shares the version of one of which only the shape is held.
+        counter: an empty tensor that shares its version, where only its shape is held, or the node that saved it may
+            write into it (Note: [reader that writes] in hazards.md); else None.
         modified: the version that it was found at when it was to be encoded, if that is another one.
         pinned: whether it is a leaf that autograd accumulates into, or a view of one: it is never encoded.
         wrapping: the rest of a wrapper whose inner tensor was packed.
@@ -395,6 +396,13 @@ def version_of(x: Tensor) -> Tensor:
     counter = x.detach()
     counter.data = torch.empty(0, dtype=x.dtype, device=x.device)
     return counter
+
+
+def with_version_of(counter: Tensor, memory: Tensor) -> Tensor:
+    """``memory`` as a tensor that shares the version of ``counter``: a write into it is a write into that as well."""
+    tensor = counter.detach()
+    tensor.data = memory
+    return tensor
 
 
 def holder(value: Value) -> Saved | None:
