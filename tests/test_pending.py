@@ -60,6 +60,23 @@ def test_a_value_of_a_new_place_is_decided_on_at_once(held: int) -> None:
     assert decided_after(known, held) == (held, 1)
 
 
+def test_a_value_that_was_held_to_the_end_of_a_step_is_looked_at_rarely_in_the_next() -> None:
+    known, looks = place(), []
+    for _ in range(2):
+        pending, x = Pending(lambda value: None), torch.zeros(64)
+        kept = Value(x.untyped_storage(), Account(None, 256, "kept"), Live(), known)  # type: ignore[arg-type]
+        pending.add(kept)
+        number = 0
+        for _ in range(400):
+            pending.clock += 1
+            due = pending.due.pop(pending.clock, [])
+            number += len(due)
+            pending.look_at(due)
+        looks.append(number)
+        assert kept.waiting.storage is not None
+    assert looks[0] == 400 and looks[1] < 40
+
+
 def test_many_values_of_new_places_that_wait_at_once_are_looked_at_in_turns() -> None:
     pending, live, values, looks = Pending(lambda value: None), Live(), [], 0
     held = [torch.zeros(64) for _ in range(8 * CROWD)]

@@ -79,7 +79,7 @@ PyObject* replayer_new(PyTypeObject* type, PyObject*, PyObject* kwargs) {
     new (&replayer.taken) std::shared_ptr<std::vector<Taken>>();
     new (&replayer.kinds) Object(Object::taken(PyDict_New()));
     new (&replayer.otherwise) Object();
-    new (&replayer.modules) std::vector<Entrance>();
+    new (&replayer.ending) std::shared_ptr<Run>();
     const Object owned = Object::taken(made);
     const auto taken = [&](const char* name) {
         PyObject* found = kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, name);
@@ -122,7 +122,7 @@ void replayer_dealloc(PyObject* object) {
     replayer.session.~shared_ptr();
     replayer.kinds.~Object();
     replayer.otherwise.~Object();
-    replayer.modules.~vector();
+    replayer.ending.~shared_ptr();
     type->tp_free(object);
 }
 
@@ -161,14 +161,17 @@ PyObject* replayer_enter(PyObject* self, PyObject* module) {
 // recorded, and how many saves there were before; and how many there are.
 PyObject* replayer_modules(PyObject* self, PyObject*) {
     HANDLE_TH_ERRORS
+    const auto& run = replayer_of(self).ending;
+    TORCH_CHECK(run != nullptr, "no pass is about to end");
     const Object all = Object::taken(PyList_New(0));
-    for (const Entrance& each : replayer_of(self).modules) {
+    for (const Entrance& each : run->modules) {
         PyObject* module = each.module.is_none() ? Py_None : each.module.get();
         const Object one = Object::taken(Py_BuildValue("(OOn)", module, each.is_recording ? Py_True : Py_False,
                                                        static_cast<Py_ssize_t>(each.at)));
         if (PyList_Append(all.get(), one.get()) != 0) throw python_error();
     }
-    return Py_BuildValue("(On)", all.get(), static_cast<Py_ssize_t>(replayer_of(self).saves));
+    // Without the saves of a call that is not over, which are named when it is.
+    return Py_BuildValue("(On)", all.get(), static_cast<Py_ssize_t>(run->next_save - run->current.size()));
     END_HANDLE_TH_ERRORS
 }
 
@@ -260,7 +263,10 @@ PyObject* replayer_number(PyObject* self, void* which) {
 
 PyObject* replayer_is_running(PyObject* self, void*) { return PyBool_FromLong(replayer_of(self).run != nullptr); }
 
-PyObject* replayer_is_inside(PyObject* self, void*) { return PyBool_FromLong(replayer_of(self).is_inside); }
+PyObject* replayer_is_inside(PyObject* self, void*) {
+    const auto& run = replayer_of(self).ending;
+    return PyBool_FromLong(run != nullptr && run->depth != 0);
+}
 
 PyObject* replayer_place(PyObject* self, void*) {
     const auto& run = replayer_of(self).run;

@@ -12,9 +12,7 @@ struct Replayer {
     std::shared_ptr<std::vector<Taken>> taken;  // in the latest one
     Object kinds;                    // of functions: see replaying._number_of
     Object otherwise;                // watches functions on the long way
-    std::vector<Entrance> modules;   // of the pass that is about to end
-    bool is_inside;                  // of one of them
-    size_t saves;                    // of that pass
+    std::shared_ptr<Run> ending;     // the pass of which Python is being told that it ends
 };
 
 extern PyObject *ParameterClass, *ScalarOf, *HoldReference, *ReadReference;

@@ -565,8 +565,9 @@ void look(Run& run) {
         const auto slot = run.values[number].lock();
         if (slot == nullptr || !slot->is_pending || decide(run, number)) continue;
         const long age = run.clock - slot->born;
-        const long later = run.script->timings[number].still_held(age);
-        look_again(run, number, slot->born + (later != 0 ? later : age + std::max(1L, age / 4)));
+        Timing& timing = run.script->timings[number];
+        const long later = timing.still_held(age);
+        look_again(run, number, slot->born + (later != 0 ? later : age + std::max(1L, (age - timing.gone) / 4)));
     }
 }
 
@@ -716,6 +717,14 @@ namespace {
 
 thread_local std::weak_ptr<Run> followed;
 
+void tell_end(Replayer& replayer, const std::shared_ptr<Run>& run, bool is_broken, bool in_call) {
+    replayer.ending = run;
+    PyObject* told = PyObject_CallFunctionObjArgs(run->session->before_end.get(), is_broken ? Py_True : Py_False,
+                                                  in_call ? Py_True : Py_False, nullptr);
+    replayer.ending = nullptr;
+    Object::taken(told);
+}
+
 }  // namespace
 
 void follow(const std::shared_ptr<Run>& run) { followed = run; }
@@ -772,11 +781,7 @@ void break_run(Replayer& replayer) {
             each->slot->held_nbytes = 0;
         }
     call(run->session->take_back.get(), Py_None, rest.get(), Py_False);
-    replayer.modules = std::move(run->modules);
-    replayer.is_inside = run->depth != 0;
-    replayer.saves = run->next_save - run->current.size();  // without those of a call that is not over
-    call(run->session->before_end.get(), Py_True, run->in_call ? Py_True : Py_False);
-    replayer.modules.clear();
+    tell_end(replayer, run, true, run->in_call);
 }
 
 void end_run(Replayer& replayer, bool is_left) {
@@ -801,11 +806,7 @@ void end_run(Replayer& replayer, bool is_left) {
     }
     const bool is_whole = run->next_save == run->script->saves.size();
     replayer.run = nullptr;
-    replayer.modules = std::move(run->modules);
-    replayer.is_inside = run->depth != 0;
-    replayer.saves = run->next_save - run->current.size();  // without those of a call that is not over
-    call(run->session->before_end.get(), is_whole ? Py_False : Py_True, Py_False);
-    replayer.modules.clear();
+    tell_end(replayer, run, !is_whole, false);
 }
 
 PyObject* pack(Replayer& replayer, PyObject* object) {

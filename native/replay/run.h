@@ -204,7 +204,7 @@ struct Run {
     std::map<long, std::vector<int>> due;
     std::vector<int> order;  // of the values that are decided on
     std::vector<Object> current;  // packed in the call in progress
-    std::vector<Entrance> modules;  // whose calls have begun and ended, in order: Note: [modules of known passes]
+    std::vector<Entrance> modules;  // whose calls have begun and ended: Note: [modules of known passes] in names.py
     int depth = 0;                  // how many of them are in progress
     std::unordered_map<const void*, int> pending;
     std::unordered_map<const void*, std::vector<Snapshot>> snapshots;

@@ -452,25 +452,27 @@ class Session:
 
     def _begin_pass(self) -> None:
         """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
-        self._is_replayed = False
-        replaying, passes = self._replaying, self._names.learned.passes
-        may_be_known = replaying is not None and self._live.watcher is None and self._live.monitor is None
-        if may_be_known and replaying is not None and graphs.capture() is not None:
-            replaying.abandon()
-            may_be_known = False
-        # A pass that begins inside a function, with what that has saved, is known too late.
-        may_be_known = may_be_known and not self._forward.is_idle and not self._forward.depth and not has_compiled()
-        if may_be_known and replaying is not None:
-            self._is_replayed = replaying.begin(passes, self._steps, self._live.nbytes)
+        passes, replaying = self._names.learned.passes, self._replaying if self._may_be_known() else None
+        self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes)
         if self._is_replayed:
             self._forward.step = passes.step
             return
         self.prepare(Step())
-        if may_be_known and replaying is not None:
+        if replaying is not None:
             replaying.record_if_due()
 
+    def _may_be_known(self) -> bool:
+        """Whether the pass that begins may run a script, or be written down."""
+        if self._replaying is None or self._live.watcher is not None or self._live.monitor is not None:
+            return False
+        if graphs.capture() is not None:
+            self._replaying.abandon()
+            return False
+        # A pass that begins inside a function, with what that has saved, is known too late.
+        return not self._forward.is_idle and not self._forward.depth and not has_compiled()
+
     def prepare(self, step: Step) -> None:
-        """A value is about to go the long way, the first one of this pass.
+        """A value is about to go the long way: has the rooms begin the step, if it is the first one in this pass.
 
         Args:
             step: the accounts that it is entered in.

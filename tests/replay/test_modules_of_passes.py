@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backstash import Session, session
+from backstash import Session
 from backstash.policies import lossless
-from backstash.replay import replaying
 from backstash.stash import seams
 from tests.replay.test_replaying import STEPS
-
-pytestmark = pytest.mark.skipif(replaying.native is None, reason="nothing is replayed: the interpreter is not built")
 
 
 class Inner(nn.Module):
@@ -57,7 +54,6 @@ class Outer(nn.Module):
 def keys(model: Outer, policy: Any, replays: bool, monkeypatch: pytest.MonkeyPatch, change: str) -> list[Any]:
     """Settles, changes the model, and steps on: the keys of the last two steps, and the gradients."""
     with monkeypatch.context() as changed:
-        changed.setattr(session, "has_compiled", lambda: False)
         if not replays:
             changed.setattr(seams, "replays", None)
         opened = Session(policy, model=model, min_nbytes=0, stop_if_useless=False)
@@ -69,14 +65,11 @@ def keys(model: Outer, policy: Any, replays: bool, monkeypatch: pytest.MonkeyPat
         loss.backward()
         return [row.key for row in opened.report().rows]
 
-    with monkeypatch.context() as changed:
-        changed.setattr(session, "has_compiled", lambda: False)
-        for _ in range(STEPS):
-            step()
-        assert opened._is_replayed is replays
-        setattr(model, change, True)
-        found: list[Any] = [step(), step()]
-    return [*found, [parameter.grad for parameter in model.parameters()]]
+    for _ in range(STEPS):
+        step()
+    assert opened._is_replayed is replays
+    setattr(model, change, True)
+    return [step(), step(), [parameter.grad for parameter in model.parameters()]]
 
 
 @pytest.mark.parametrize("change", ["has_more", "runs_backward"])

@@ -16,22 +16,17 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash import Encoded, Session, policies, session
+from backstash import Encoded, Session, policies
 from backstash.capture import learned
 from backstash.codecs import Raw, Zvc
 from backstash.errors import DamagedPlanesError, StoreFullError
 from backstash.policies import Action, Keep, Policy, Stash
 from backstash.proofs import proofs
-from backstash.replay import replaying
 from backstash.saved import Need, SavedTensor
 from backstash.stash import seams
 from backstash.stores import DeviceStore, DiskStore, HostStore, Store, Ticket, TierStore
 from bench.link import LinkStore
 from tests.gradients.offload_checks import Cnn, Transformer
-
-pytestmark = pytest.mark.skipif(
-    replaying.native is None, reason="nothing is replayed: run 'python setup.py build_native' beside this torch"
-)
 
 STEPS = learned.EQUAL_PASSES + 3
 """Steps after which a pass is known."""
@@ -40,12 +35,6 @@ SEEN = 3
 """Steps after these that are compared."""
 
 Backward = Callable[[Tensor], object]
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before in this process: where something was compiled no pass is replayed."""
-    monkeypatch.setattr(session, "has_compiled", lambda: False)
 
 
 class Noting:

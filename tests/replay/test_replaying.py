@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash import Session, session
+from backstash import Session
 from backstash.capture import learned
 from backstash.codecs import Minifloat
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
@@ -27,10 +27,6 @@ from backstash.saved import Need, SavedTensor
 from backstash.stash import seams
 from tests.networks import families
 from tests.networks.resnet import resnet
-
-pytestmark = pytest.mark.skipif(
-    replaying.native is None, reason="nothing is replayed: run 'python setup.py build_native' beside this torch"
-)
 
 MIN_NBYTES = 4096
 STEPS = learned.EQUAL_PASSES + 3
@@ -108,12 +104,6 @@ def _copy(model: nn.Module) -> nn.Module:
     import copy
 
     return copy.deepcopy(model)
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before in this process: where something was compiled no pass is replayed."""
-    monkeypatch.setattr(session, "has_compiled", lambda: False)
 
 
 @pytest.fixture

@@ -15,6 +15,12 @@ Note: [calls apart]
     keys that tell them apart: the path of a module's second call is ``path@2``, and in the second pass of a step
     ``path+1``. Where a step begins is known if each ``with`` is a step, or each of them a pass, or if the number of
     passes is known.
+
+Note: [modules of known passes]
+    In a pass that runs a script nobody asks for names, so module calls are only written down, in C++ (native/replay).
+    They are told here when the pass ends if names may be asked for then: it was given back, it ends inside of a
+    module, or keys tell calls apart. What each call in progress has saved is counted as well. Else the values that the
+    rest of a module saves would have the keys of those before them.
 """
 
 from __future__ import annotations
@@ -191,15 +197,10 @@ class Names:
         call = self._calls[path]
         return f"{path}{f'@{call}' if call > 1 else ''}{self.frames[0].label}"
 
-    @property
-    def counts_calls(self) -> bool:
-        """Whether keys tell calls apart (Note: [calls apart])."""
-        return self._cycles is not None
-
     def follow(
         self, happened: Iterable[tuple[nn.Module | None, bool, int]], saved: Sequence[SavedTensor | None]
     ) -> None:
-        """Hears late of module calls, and of what was saved in them, in a pass of which it was not told.
+        """Hears late of module calls, and of what was saved in them (Note: [modules of known passes]).
 
         Args:
             happened: calls that have begun, each with whether autograd recorded, and how many tensors were saved before

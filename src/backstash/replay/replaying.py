@@ -50,7 +50,7 @@ from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, Save
 from backstash.numerics import under
 from backstash.ops.bits import bits_of
 from backstash.ops.cpu import library
-from backstash.policies.base import Outcome, is_watching
+from backstash.policies.base import Outcome, Policy, is_watching
 from backstash.redeem import accumulation, claims, linear
 from backstash.remake import calls, repeating
 from backstash.remake.remaking import REPEAT
@@ -206,8 +206,7 @@ class Replaying:
 
     def record_if_due(self) -> None:
         """A pass that goes the long way has begun: it is written down if it is like those before it."""
-        is_steady = self._policy.is_fixed or self._policy.revision is not None
-        if self._learned.equal < self._learned.needed or not is_steady:
+        if self._learned.equal < self._learned.needed or not _is_steady(self._policy):
             return
         session = self._session()
         assert session is not None
@@ -252,7 +251,7 @@ class Replaying:
         learned = self._learned
         if lowers_little(step.freed_nbytes, step.saved_nbytes):
             recorder.refuse("it lowers little of what the pass saves")
-        if not self._policy.is_fixed and self._policy.revision is None:
+        if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
         try:
             learned.script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
@@ -330,7 +329,7 @@ class Replaying:
         self._is_over = True
         session = self._session()
         if session is not None:
-            if is_broken or self._native.is_inside or session._names.counts_calls:
+            if is_broken or self._native.is_inside or self._policy.cycles is not None:
                 happened, saves = self._native.modules()
                 facts = [None if save.place is None else save.place.facts for save in self._running.saves[:saves]]
                 session._names.follow(happened, facts)
@@ -470,14 +469,20 @@ def _count_uses(learned: Passes) -> None:
             place.spared = max(0, place.spared - learned.since)
 
 
+def _is_steady(policy: Policy) -> bool:
+    """Whether it is known if a policy says the same of a value as it did in an earlier pass."""
+    return policy.is_fixed or policy.revision is not None
+
+
 def for_session(
     session: Session, forward: Forward, take_in: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
 ) -> Replaying | None:
     """What replays the passes of a Session; None where nobody would know that its policy says something else."""
     policy = session.policy
-    is_steady = (policy.is_fixed or policy.revision is not None) and policy.cycles in (None, 1)
-    is_steady = is_steady and not (is_watching(policy) and policy.watches_again)
-    if native is None or not is_steady or session.check or not isinstance(forward._tape, CallTape):
+    is_told = not _is_steady(policy) or (is_watching(policy) and policy.watches_again)
+    if native is None or is_told or policy.cycles not in (None, 1):
+        return None
+    if session.check or not isinstance(forward._tape, CallTape):
         return None
     return Replaying(session, forward, take_in, read)
 

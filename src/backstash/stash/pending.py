@@ -12,7 +12,8 @@ Note: [encode when orphaned]
     collects its outputs, each is looked at before every so many functions, or the looks would take longer than the
     step. In later steps a place says after how many functions its storage was let go of, and it is looked at then.
     Should it be let go of earlier one day, that is found by bisection, one look a step. What the program holds for
-    longer than it did is looked at whenever the time beyond that has become a quarter longer.
+    longer than it did is looked at whenever the time beyond that has become a quarter longer, and so is what it never
+    let go of, up to the age that it had then.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import torch
 
 from backstash.stash.accounts import Account
 from backstash.stash.live import Live
+from backstash.stash.place import Place
 from backstash.stash.value import Value
 from backstash.torch_internals import set_grad_mode, storage_use_count
 
-CROWD = 32
+CROWD = 10
 """How many values are looked at before one function at most, of those that are looked at before every one."""
 
 
@@ -73,14 +75,18 @@ class Pending:
                 continue
             if not self.decide_if_orphaned(value):
                 age = self.clock - value.waiting.born
-                before = 0 if value.place is None else value.place.gone
-                later = 0 if value.place is None else value.place.still_held(age)
-                if not later:
-                    wait = (age - before) // 4
-                    if value.place is not None and not before:
-                        wait = min(wait, len(self._values) // CROWD)
-                    later = age + max(1, wait)
+                later = age + max(1, age // 4) if value.place is None else self._next_look(value.place, age)
                 self._look_again(value.waiting.born + later, look)
+
+    def _next_look(self, place: Place, age: int) -> int:
+        """After how many functions to look again at a value that is held, at a place and an age."""
+        later = place.still_held(age)
+        if later:
+            return later
+        wait = (age - place.gone) // 4
+        if not place.gone and place.held == age:  # no step has been here before
+            wait = min(wait, len(self._values) // CROWD)
+        return age + max(1, wait)
 
     def look_at_all(self) -> None:
         """Decide about every pending value that nobody else holds."""

@@ -19,7 +19,7 @@ Note: [claims between shapes]
     A kernel of redeem/ frees a large value before it allocates a gradient, or writes over a gradient; of a small one it
     does not (redeem/table.py). So the bytes of a position that reads such a value are one polynomial where it is small
     and another one where it is large, and no fit through shapes of both kinds is either of them: the backward of a
-    log-softmax took 14 % of the peak more than such a fit had said. A shape of the other kind says the bytes only up to
+    log-softmax takes more than such a fit says. A shape of the other kind says the bytes only up to
     what a claim spares, which is at most WITHOUT_CLAIM times the value's bytes. The weights of the fit say how much
     that can make of the sum, and the nearest shapes of the same kind bound it.
 
