@@ -140,8 +140,16 @@ void Session::add(int64_t more) {
     if (more > 0) peak_nbytes = std::max(peak_nbytes, nbytes + others_nbytes);
 }
 
-bool Session::may_hold(int64_t more) const {
-    const int64_t all = nbytes + others_nbytes + remade_nbytes + more;
+int64_t Session::all_nbytes(int64_t more) {
+    if (others_nbytes != 0)  // values that went the long way may have died since
+        others_nbytes = PyLong_AsLongLong(call(others.get()).get());
+    return nbytes + others_nbytes + remade_nbytes + more;
+}
+
+bool Session::has_room(int64_t more) { return all_nbytes(more) <= stashed_nbytes; }
+
+bool Session::may_hold(int64_t more) {
+    const int64_t all = all_nbytes(more);
     return all <= stashed_nbytes || all + WORK * more <= needed_nbytes;
 }
 

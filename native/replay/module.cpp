@@ -1,8 +1,10 @@
 // The module of Python: what goes as an earlier forward pass went.
 #include "replayer.h"
 
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/python_torch_function_mode.h>
 #include <torch/version.h>
 
 namespace backstash {
@@ -90,6 +92,7 @@ PyObject* replayer_new(PyTypeObject* type, PyObject*, PyObject* kwargs) {
     BACKSTASH_CALLBACKS(BACKSTASH_TAKE)
 #undef BACKSTASH_TAKE
     replayer.session->lock = taken("lock");
+    TORCH_CHECK(Py_TYPE(replayer.session->lock.get()) == &lock_type, "a Replayer needs a Lock");
     replayer.session->buffers.is_planned = taken("is_planned").get() == Py_True;
     return Py_NewRef(made);
     END_HANDLE_TH_ERRORS
@@ -148,6 +151,38 @@ PyObject* replayer_call(PyObject* self, PyObject* const* args, Py_ssize_t number
     }
     PyObject* kwargs = args[2] == Py_None ? nullptr : args[2];
     return call_function(replayer_of(self), args[0], args[1], kwargs);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject *ObserverClass = nullptr, *Dispatch = nullptr, *Compiler = nullptr;  // see configure_dispatch
+
+// Whose pass is in progress under the function mode that torch would ask now; null where it is not one of ours.
+Replayer* asked_now() {
+    static PyObject* const watch_name = PyUnicode_InternFromString("_watch");
+    static PyObject* const flag_name = PyUnicode_InternFromString("_is_compiling_flag");
+    using Modes = at::impl::PythonTorchFunctionTLS;
+    if (!at::impl::torch_function_mode_enabled()) return nullptr;
+    PyObject* mode = Modes::get_stack_at(Modes::stack_len() - 1)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != ObserverClass) return nullptr;
+    if (PyDict_GetItemWithError(Compiler, flag_name) == Py_True) return nullptr;
+    const Object watch = Object::taken(PyObject_GetAttr(mode, watch_name));
+    if (!PyCFunction_CheckExact(watch.get()) || Py_TYPE(PyCFunction_GET_SELF(watch.get())) != &replayer_type) return nullptr;
+    Replayer& replayer = replayer_of(PyCFunction_GET_SELF(watch.get()));  // the observer holds it
+    return replayer.run == nullptr ? nullptr : &replayer;
+}
+
+// torch.overrides.handle_torch_function: Note: [functions in Python] in replay/replaying.py.
+PyObject* handle_torch_function(PyObject*, PyObject* const* args, Py_ssize_t number, PyObject* names) {
+    HANDLE_TH_ERRORS
+    Replayer* const replayer = number < 2 ? nullptr : asked_now();
+    if (replayer == nullptr) return PyObject_Vectorcall(Dispatch, args, number, names);
+    const Object positional = Object::taken(PyTuple_New(number - 2)), named = Object::taken(PyDict_New());
+    for (Py_ssize_t index = 2; index < number; ++index)
+        PyTuple_SET_ITEM(positional.get(), index - 2, Py_NewRef(args[index]));
+    for (Py_ssize_t index = 0; names != nullptr && index < PyTuple_GET_SIZE(names); ++index)
+        if (PyDict_SetItem(named.get(), PyTuple_GET_ITEM(names, index), args[number + index]) != 0) throw python_error();
+    const torch::overrides::StashTorchFunctionModeGuard observer;
+    return call_function(*replayer, args[0], positional.get(), named.get());
     END_HANDLE_TH_ERRORS
 }
 
@@ -434,6 +469,17 @@ PyObject* configure_holding(PyObject*, PyObject* const* args, Py_ssize_t number)
     END_HANDLE_TH_ERRORS
 }
 
+// Takes the class of the observer, torch's own handle_torch_function, and the names of torch.compiler.
+PyObject* configure_dispatch(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 3 && PyDict_Check(args[2]), "configure_dispatch takes a class, a function and a dict");
+    ObserverClass = Py_NewRef(args[0]);
+    Dispatch = Py_NewRef(args[1]);
+    Compiler = Py_NewRef(args[2]);
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
 PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(number == 2, "hold takes a Holding and a tensor");
@@ -474,6 +520,9 @@ PyMethodDef functions[] = {
     {"delegate", BACKSTASH_FAST(set_delegate), METH_FASTCALL, "Puts a Saved in its place."},
     {"configure", BACKSTASH_FAST(configure), METH_FASTCALL, "Takes what it needs of Python."},
     {"configure_holding", BACKSTASH_FAST(configure_holding), METH_FASTCALL, "Takes what holds and reads rare tensors."},
+    {"configure_dispatch", BACKSTASH_FAST(configure_dispatch), METH_FASTCALL, "Takes what handle_torch_function needs."},
+    {"handle_torch_function", BACKSTASH_FAST(handle_torch_function), METH_FASTCALL | METH_KEYWORDS,
+     "torch's function of that name, without Python in passes that are known."},
     {"hold", BACKSTASH_FAST(hold_one), METH_FASTCALL, "Holds a tensor with its version: see held.Holding."},
     {"read", BACKSTASH_FAST(read_one), METH_FASTCALL, "Reads what was held: see held.Reading."},
     {"is_traced", is_traced_now, METH_NOARGS, "See torch_internals.is_traced."},
@@ -501,7 +550,7 @@ bool make_types() {
     replayer_type.tp_clear = replayer_clear;
     replayer_type.tp_methods = replayer_methods;
     replayer_type.tp_getset = replayer_attributes;
-    return PyType_Ready(&packed_type) == 0 && PyType_Ready(&replayer_type) == 0;
+    return PyType_Ready(&packed_type) == 0 && PyType_Ready(&replayer_type) == 0 && make_lock_type();
 }
 
 }  // namespace
@@ -518,6 +567,7 @@ PyMODINIT_FUNC PyInit__replay() {
     Py_XDECREF(nn);
     const bool is_whole = backstash::replay::ParameterClass != nullptr &&
                           PyModule_AddStringConstant(module, "TORCH", TORCH_VERSION) == 0 &&
-                          PyModule_AddObjectRef(module, "Replayer", reinterpret_cast<PyObject*>(&replayer_type)) == 0;
+                          PyModule_AddObjectRef(module, "Replayer", reinterpret_cast<PyObject*>(&replayer_type)) == 0 &&
+                          PyModule_AddObjectRef(module, "Lock", reinterpret_cast<PyObject*>(&lock_type)) == 0;
     return is_whole ? module : nullptr;
 }

@@ -36,7 +36,7 @@ at::Tensor empty(const Layout& layout) {
 }
 
 at::Tensor seen_as(const at::Tensor& whole, const Layout& layout) {
-    if (whole.storage_offset() == layout.offset && layout.has_shape(whole)) return whole.detach();
+    if (whole.storage_offset() == layout.offset && layout.has_shape(whole)) return detached(whole);
     return whole.as_strided(layout.sizes, layout.strides, layout.offset);
 }
 
@@ -287,7 +287,7 @@ at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
     at::Tensor whole;
     if (slot->state == State::remade) {
         whole = make_again(*slot);
-        if (!ahead || session.may_hold(storage_nbytes(whole))) hold_made(*slot, whole.detach());
+        if (!ahead || session.may_hold(storage_nbytes(whole))) hold_made(*slot, detached(whole));
         for (const auto& leaf : slot->leaves) {
             if (leaf->state != State::remade || leaf->made.defined()) continue;
             session.buffers.shrink();  // there was no room for them
@@ -299,7 +299,7 @@ at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
         const int64_t nbytes = static_cast<int64_t>(whole.nbytes());
         const bool is_small = slot->unread > 1 && nbytes < SMALLEST;
         const bool is_early = ahead && slot->unread != 0 && session.may_hold(2 * nbytes);
-        if (!is_view && (is_small || is_early)) hold_made(*slot, whole.detach());
+        if (!is_view && (is_small || is_early)) hold_made(*slot, detached(whole));
     }
     session.buffers.filled(slot, whole);
     slot->taken().decode_seconds += since(started);
@@ -460,7 +460,7 @@ at::Tensor shared(const std::shared_ptr<Slot>& slot) {
         begin_round(*latest);
         session.buffers.shrink(session.buffers.nbytes());  // of what nobody awaits: fresh memory is taken now
         whole = make_again(*latest);
-        hold_made(*latest, whole.detach());
+        hold_made(*latest, detached(whole));
         for (const auto& leaf : latest->leaves)
             if (leaf->state == State::remade && leaf->value.shares) let_go_of_made(*leaf);
         latest->taken().decode_seconds += since(started);
@@ -611,8 +611,6 @@ PyObject* unpack(Packed* packed) {
     if (!session.is_unpacked && is_in_backward() && !at::GradMode::is_enabled()) call(session.begin_backward.get());
     if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
     const Locked locked(session.lock.get());
-    if (session.others_nbytes != 0)  // values that went the long way may have died since
-        session.others_nbytes = PyLong_AsLongLong(call(session.others.get()).get());
     tell(packed);
     if (packed->modified >= 0) raise_modified(packed, packed->modified);
     if (packed->dense.defined()) return unpack_held(packed);

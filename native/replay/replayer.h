@@ -17,6 +17,9 @@ struct Replayer {
 
 extern PyObject *ParameterClass, *ScalarOf, *HoldReference, *ReadReference;
 
+extern PyTypeObject lock_type;
+bool make_lock_type();
+
 bool is_plain(PyObject* object);     // a Tensor or a Parameter, of no class of the program
 bool is_odd(const at::Tensor& x);    // see saved.is_odd
 bool is_traced();                    // see torch_internals.is_traced

@@ -107,7 +107,7 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
     Object made = Object::taken(reinterpret_cast<PyObject*>(make_packed(run, &save)));
     auto* packed = reinterpret_cast<Packed*>(made.get());
     const bool is_itself = is_leaf_of_graph(x) && save.kind != Kind::loose && save.kind != Kind::shape;
-    packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : x.detach();
+    packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : detached(x);
     packed->version = version_of(x);
     packed->nbytes = static_cast<int64_t>(x.nbytes());
     packed->node = static_cast<int64_t>(at::sequence_number::peek()) - save.gap;
@@ -292,14 +292,15 @@ void copy_together(Run& run, const at::Tensor& wanted) {
         const bool is_alike = x.device() == wanted.device() && x.scalar_type() == wanted.scalar_type();
         if (!is_alike || !is_ordinary(x) || !x.is_contiguous() || x.numel() == 0) continue;
         if (static_cast<int64_t>(x.nbytes()) > SNAPSHOT_NBYTES || x.storage().nbytes() < x.nbytes()) continue;
-        flat.push_back(x.detach().view(-1));
+        flat.push_back(x.dim() == 1 ? x : x.view(-1));
         sizes.push_back(x.numel());
         found.push_back(std::move(x));
     }
     if (found.empty()) return;
     const auto copies = at::cat(flat).split_with_sizes(sizes);
     for (size_t index = 0; index < found.size(); ++index) {
-        keep_copy(run, found[index], copies[index].view(found[index].sizes()));
+        const at::Tensor& x = found[index];
+        keep_copy(run, x, x.dim() == 1 ? copies[index] : copies[index].view(x.sizes()));
         run.script->copied.emplace_back(found[index].getIntrusivePtr());
     }
 }
@@ -362,7 +363,7 @@ void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, Py
         const bool is_before = noted.in_place && index == 0, is_reference = noted.referenced[index] != 0;
         inputs->versions.push_back(is_reference ? version_of(x) : -1);
         if (is_reference) {
-            inputs->tensors.push_back(x.detach());
+            inputs->tensors.push_back(detached(x));
             run.referenced[storage_of(x)].push_back(inputs);
         } else if (noted.registers[index] < 0) {
             inputs->tensors.push_back(copy_of(run, x, noted.shared[index] != 0));
@@ -376,7 +377,7 @@ void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, Py
         for (const auto& [save, target] : {std::make_pair(noted.mean, &inputs->mean), std::make_pair(noted.invstd, &inputs->invstd)}) {
             const auto* packed = reinterpret_cast<const Packed*>(run.current[save - known.first].get());
             if (!packed->dense.defined()) return fail();
-            *target = packed->dense.detach();
+            *target = detached(packed->dense);
         }
     }
     inputs->random_state = random_state;
@@ -452,7 +453,7 @@ bool lean(Run& run, Slot& slot, const Given& given) {
                 break;
             }
         if (holder == nullptr || version_of(holder->dense) != holder->version) return false;
-        leaf->guard = holder->dense.detach();
+        leaf->guard = detached(holder->dense);
         leaf->guard_version = holder->version;
     }
     if (leaf->state == State::held && version_of(leaf->guard) != contents.version) return false;
@@ -691,21 +692,6 @@ bool is_odd(const at::Tensor& x) {
 
 Kernels kernels;
 PyObject *ParameterClass = nullptr, *ScalarOf = nullptr;
-
-Locked::Locked(PyObject* lock) : lock_(lock) {
-    static PyObject* acquire = PyUnicode_InternFromString("acquire");
-    if (lock_ == nullptr) return;
-    Object::taken(PyObject_CallMethodNoArgs(lock_, acquire));
-}
-
-Locked::~Locked() {
-    static PyObject* release = PyUnicode_InternFromString("release");
-    if (lock_ == nullptr) return;
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    Py_XDECREF(PyObject_CallMethodNoArgs(lock_, release));
-    PyErr_Restore(type, error, trace);
-}
 
 Slot::~Slot() {
     session->nbytes -= held_nbytes;

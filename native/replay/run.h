@@ -162,9 +162,12 @@ struct Session {
     int64_t compared_stream = -1;             // on which the latest one was put aside
 
     void add(int64_t more);
-    bool has_room(int64_t more) const { return nbytes + others_nbytes + remade_nbytes + more <= stashed_nbytes; }
-    bool may_hold(int64_t more) const;
+    bool has_room(int64_t more);
+    bool may_hold(int64_t more);
     void will_need(int64_t dense);
+
+private:
+    int64_t all_nbytes(int64_t more);         // that there are with so many more, in the backward pass
 };
 
 // What a storage held at one version.
@@ -257,6 +260,12 @@ public:
 private:
     PyObject* lock_;
 };
+
+// What x.detach() returns, without a way through torch's dispatcher.
+inline at::Tensor detached(const at::Tensor& x) {
+    const c10::TensorImpl* impl = x.unsafeGetTensorImpl();
+    return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+}
 
 inline int threads_for(int64_t nbytes) { return nbytes < (256 << 10) ? 1 : at::get_num_threads(); }
 

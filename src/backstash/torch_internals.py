@@ -360,12 +360,23 @@ def replace_backward_engine(engine: Callable[..., Any]) -> None:
     _autograd._engine_run_backward = engine
 
 
+dispatch_to_modes: Callable[..., Any] = find("overrides.handle_torch_function")
+"""By this, a function of torch that is written in Python offers a call to the function modes."""
+
+find("nn.functional.handle_torch_function")
+
+
+def replace_dispatch_to_modes(dispatch: Callable[..., Any]) -> None:
+    """Have the functions of ``torch.nn.functional`` offer themselves by this one, which takes the same arguments."""
+    torch.nn.functional.handle_torch_function = dispatch  # type: ignore[attr-defined]
+
+
 def functions_that_restore() -> frozenset[Any]:
     """The code of those functions of torch which, when they return, put back modes and hooks that they found.
 
     Each has the arguments that it passes on in a dictionary of its own, ``kwargs``.
     """
-    return frozenset((torch.overrides.handle_torch_function.__code__, _torchs_backward_engine.__code__))
+    return frozenset((dispatch_to_modes.__code__, _torchs_backward_engine.__code__))
 
 
 def switches_of_hooks() -> tuple[Callable[[str], None], Callable[[], None]]:

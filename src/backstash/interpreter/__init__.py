@@ -10,6 +10,7 @@ Note: [interpreter]
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,3 +45,6 @@ enter_module: Callable[[nn.Module], bool] = (lambda _: False) if module is None 
 
 leave_module: Callable[[], bool] = (lambda: False) if module is None else module.leave_module
 """The same of the end of the latest one's call."""
+
+Lock: Callable[[], Any] = threading.RLock if module is None else module.Lock
+"""A lock that a thread may take again: a context manager."""

@@ -14,6 +14,13 @@ Note: [settled passes]
     that a formula asks for, an argument, autocast, a setting of the process, a tensor that was changed or handed on. So
     nothing is taken for granted that the long way would look at but the policy's answer and the time of the look.
 
+Note: [functions in Python]
+    Functions of torch.nn.functional that are written in Python, as relu and batch_norm are, offer themselves to modes
+    by a function in Python that takes longer than all that a settled pass does of the call. So as long as a pass runs a
+    script they find one in C++ in its place. Where the observer is the mode to ask, and the pass in progress is
+    its own, that one asks the interpreter; anything else it leaves to torch's. A pass that ends on one thread puts
+    torch's back for all, and those of other threads go on with it.
+
 Note: [moves]
     A value that goes to another store is a Form there, as on the long way, and the same prefetcher is told of it and of
     all that backward reads. So values that a script moves and those that went the long way alone come back in one
@@ -64,7 +71,7 @@ from backstash.stash.comparing import Late, distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
 from backstash.stash.value import Form, Saved, Value
-from backstash.torch_internals import no_torch_function, running_node
+from backstash.torch_internals import dispatch_to_modes, no_torch_function, replace_dispatch_to_modes, running_node
 
 if TYPE_CHECKING:
     from backstash.session import Session
@@ -77,6 +84,7 @@ native: Any = interpreter.module
 
 if native is not None:
     native.configure(scalar_of, library.address_of)
+    native.configure_dispatch(observer.Observer, dispatch_to_modes, vars(torch.compiler))
 
 
 class Replaying:
@@ -197,6 +205,7 @@ class Replaying:
                 self._native.watch(self._first_on_the_long_way)
                 self._running = learned.script
                 self._native.begin(learned.read, number, others_nbytes)
+                replace_dispatch_to_modes(native.handle_torch_function)
                 return True
             _count_uses(learned)
             self._is_stale = False
@@ -326,6 +335,7 @@ class Replaying:
         return self._otherwise(func, args, kwargs)
 
     def _before_end(self, is_broken: bool, in_call: bool) -> None:
+        replace_dispatch_to_modes(dispatch_to_modes)
         self._is_over = True
         session = self._session()
         if session is not None:

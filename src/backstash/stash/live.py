@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backstash import interpreter
 from backstash.stash.buffers import Buffers
 from backstash.stash.comparing import Comparisons
 from backstash.stash.prefetch import Prefetcher
@@ -79,7 +79,7 @@ class Live:
         self.min_nbytes = min_nbytes
         self.buffers = Buffers()
         self.prefetcher = Prefetcher(ahead)
-        self.lock = threading.RLock()
+        self.lock = interpreter.Lock()
         self.overwrites = overwrites
         self.stashed_nbytes = self.needed_nbytes = 0
         self.peak_nbytes = 0
