@@ -36,9 +36,13 @@ def page(html: str) -> str:
         (":func:<code>~backstash.errors.other</code>", "<code>other</code>"),
         (":mod:<code>backstash.errors</code>", "<code>backstash.errors</code>"),
         ("<code>Plan</code>", "<code>Plan</code>"),
+        ("<code>run --fix a--b</code>", '<code>run <span class="option">--fix</span> a--b</code>'),
+        ("<pre><code><span>run --fix</span></code></pre>", "<pre><code><span>run --fix</span></code></pre>"),
     ],
 )
-def test_a_role_is_a_link_where_the_page_describes_what_it_names(html: str, expected: str) -> None:
+def test_a_role_is_a_link_where_the_page_describes_what_it_names_and_an_option_stays_whole(
+    html: str, expected: str
+) -> None:
     assert page(html) == expected
 
 
