@@ -142,8 +142,11 @@ def test_what_is_on_a_disk_leaves_room_for_the_largest_size() -> None:
 
 
 def test_memory_that_is_too_small_shows_nothing_that_fits() -> None:
-    found = list(reach(small("unet", lambda way: way.saver == "plain"), 1000))
+    demonstration = small("unet", lambda way: way.saver == "plain")
+    found = list(reach(demonstration, 1000))
     assert [row.size for row in found] == [0]
+    text = picture.text_picture(demonstration, 1000, found)
+    assert "Nothing fits: 1 voxels along each edge, the smallest size, take" in text and "--memory" in text
 
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
