@@ -75,7 +75,7 @@ docs: $(VENV)/.docs
 # for this platform; the other has none, for all others.
 wheel: $(VENV)/.wheel
 	rm -rf build/dist
-	$(BIN)/python -m build --no-isolation --outdir build/dist .
+	BACKSTASH_BUILD=portable $(BIN)/python -m build --no-isolation --outdir build/dist .
 	BACKSTASH_BUILD=pure $(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
 		-w build/dist build/dist/*.tar.gz
 	$(BIN)/python .ci/check_wheel.py build/dist

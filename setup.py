@@ -16,6 +16,7 @@ python setup.py build_native
 Each source file is compiled on its own, as many at a time as there are processors (MAX_JOBS sets another number).
 
 BACKSTASH_BUILD=pure compiles nothing, whatever compilers there are: a wheel for every platform.
+BACKSTASH_BUILD=portable leaves out what fits one Python and one torch: a wheel for every Python and torch.
 """
 
 import importlib.util
@@ -59,12 +60,14 @@ def compilers() -> list[list[str]]:
     return [command for command in candidates if command and shutil.which(command[0])]
 
 
-def is_pure() -> bool:
-    """Whether nothing is to be compiled."""
-    asked = os.environ.get("BACKSTASH_BUILD", "")
-    if asked not in ("", "pure"):
-        raise SystemExit(f"BACKSTASH_BUILD={asked!r} was asked for, but there is only 'pure'. Leave it out to compile.")
-    return asked == "pure"
+def build_asked() -> str:
+    """What is to be compiled: nothing (``pure``), what fits every torch (``portable``), or everything (empty)."""
+    found = os.environ.get("BACKSTASH_BUILD", "")
+    if found not in ("", "pure", "portable"):
+        raise SystemExit(
+            f"BACKSTASH_BUILD={found!r} was asked for, but there are 'pure' and 'portable'. Leave it out to compile."
+        )
+    return found
 
 
 def jobs() -> int:
@@ -208,7 +211,7 @@ class BuildNative(Command):
         return (ROOT / "src" if in_place else Path(self.build_lib)) / file
 
     def run(self) -> None:
-        if is_pure():
+        if build_asked() == "pure":
             for file in FILES:
                 self.target(file).unlink(missing_ok=True)  # build_py may have copied one
             say("NOTICE: nothing is compiled, because BACKSTASH_BUILD=pure. Slow reference kernels serve.")
@@ -224,6 +227,10 @@ class BuildNative(Command):
             problem = compile_fatbin(self.target(FATBIN))
             if problem is not None:
                 say(f"installing without the CUDA kernels, because {problem}; Triton's serve on GPUs")
+        if build_asked() == "portable":
+            self.target(REPLAY).unlink(missing_ok=True)  # build_py may have copied one
+            say("NOTICE: nothing that reads torch's own objects is compiled, because BACKSTASH_BUILD=portable")
+            return
         problem = compile_replay(self.target(REPLAY))
         if problem is not None:
             say(f"NOTICE: installing without what reads torch's own objects, because {problem}")

@@ -63,9 +63,17 @@ def check_contents(package: Path) -> None:
         is_pure, native = package.stem.endswith("-any"), [name for name in names if ".so" in Path(name).suffixes]
         if is_pure == bool(native):
             raise SystemExit(f"{package.name} has {native or 'no native code'}, which does not go with its name.")
+        unfit = [name for name in native if ".cpython-" in name]
+        if unfit:
+            raise SystemExit(
+                f"{package.name} has {unfit}, for one Python alone. Build it with BACKSTASH_BUILD=portable."
+            )
     else:
         with tarfile.open(package) as archive:
             names = archive.getnames()
+        compiled = [name for name in names if Path(name).suffix in (".so", ".fatbin")]
+        if compiled:
+            raise SystemExit(f"{package.name} has {compiled}, which are no sources. See MANIFEST.in.")
         needed = [
             f"/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "setup.py")
         ]

@@ -188,7 +188,7 @@ def check_docs(release: Release) -> str:
 
 
 def check_torch(release: Release) -> str:
-    """Runs the quick tests with the oldest and the newest torch that the library names."""
+    """Runs the tests of ``make test`` with the oldest and the newest torch that the library names."""
     versions = tested_torch(release)
     for version in dict.fromkeys((versions[0], versions[-1])):
         command = [*shlex.split(release.make), "test-torch", f"TORCH={version}"]

@@ -182,6 +182,25 @@ def test_examples_in_docstrings(name: str) -> None:
     assert result.failed == 0
 
 
+def listed(docstring: str) -> Iterator[str]:
+    """The entries in the sections of a docstring that list names, up to where a description continues."""
+    for section in re.findall(r"^(?:Args|Attributes|Raises):\n((?:[ ]{4}.*\n?|\n)+)", docstring, re.MULTILINE):
+        yield from re.findall(r"^ {4}(\S.*(?<=,)\n {8}.*|\S.*)$", section, re.MULTILINE)
+
+
+def test_every_argument_in_a_docstring_has_a_name() -> None:
+    """The site is built from them, and stops at a line that continues a description and is not indented."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = listed(ast.get_docstring(node) or "")
+                found += [
+                    f"{path.relative_to(ROOT)}: {line}" for line in lines if not re.match(r"[\w*`.,\s()]+:( |$)", line)
+                ]
+    assert found == []
+
+
 def test_every_codec_has_an_example() -> None:
     finder = doctest.DocTestFinder()
     for name in backstash.codecs.names():

@@ -248,7 +248,9 @@ ALLOWED: dict[str, set[str]] = {
         "planning.model.plan",
         "planning.search.largest",
         "planning.search.planner",
+        "policies.offloading",
         "report.meter",
+        "stores",
     },
     "backstash": {
         "errors",

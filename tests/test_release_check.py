@@ -185,7 +185,9 @@ def test_a_package_without_licence_or_with_the_wrong_code_is_refused(tmp_path: P
     for file, names, said in (
         (pure, (licence, code), "does not go with its name"),
         (native, (licence,), "has no native code"),
+        (native, (licence, "backstash/interpreter/_replay.cpython-311-x86_64-linux-gnu.so"), "for one Python alone"),
         (pure, (), "lacks licenses/LICENSE"),
+        (tmp_path / "backstash-1.tar.gz", ("backstash-1/LICENSE", f"backstash-1/src/{code}"), "are no sources"),
         (tmp_path / "backstash-1.tar.gz", ("backstash-1/LICENSE", "backstash-1/README.md"), "lacks CHANGELOG.md"),
     ):
         with pytest.raises(SystemExit, match=said):

@@ -92,7 +92,7 @@ def _demo_line() -> str:
     return machine_line("demos-cpu") + (f" Ways that are missing were {missing}." if missing else "")
 
 
-_WAYS = ("plain PyTorch", "lossless", "checkpoint of every block", "a plan")
+_WAYS = ("plain PyTorch", "lossless", "checkpoint of every block", "moved to a disk", "a plan")
 """How the labels of the ways end, without that of all weights where adapters are trained."""
 
 

@@ -73,6 +73,29 @@ def test_peaks_that_do_not_grow_end_the_search() -> None:
     assert largest_counted(least, least, 10, 1, 1, 1) == max(asked)
 
 
+def test_no_size_beyond_the_largest_is_tried() -> None:
+    asked: list[int] = []
+
+    def counted(size: int) -> int:
+        asked.append(size)
+        return size
+
+    assert largest_counted(counted, counted, 1000, 2, 3, 1, second=5, largest=23) == 23
+    assert max(asked) == 23
+    assert largest_counted(counted, counted, 1000, 2, 3, 1, second=50, largest=23) == 23, "the second may be beyond it"
+    assert largest_counted(counted, counted, 10, 2, 3, 1, largest=23) == 8, "less than that fits"
+
+
+def test_a_demonstration_can_reach_its_largest_size() -> None:
+    for each in DEMONSTRATIONS.values():
+        assert each.most is None or (each.most - each.start) % each.grain == 0, each.name
+    deep = DEMONSTRATIONS["deep"]
+    model, _ = deep.make(deep.most or 0, "full")
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    projections = 3  # of shortcuts, which do not count
+    assert deep.most == len(convolutions) - projections == 1517
+
+
 def small(name: str, ways: Callable[[Way], bool] = lambda way: True) -> Demonstration:
     """A demonstration at sizes for a test: a network of 64 KiB for each unit."""
 
@@ -103,9 +126,27 @@ def test_each_way_is_shown_with_the_bits_of_plain(name: str, monkeypatch: pytest
     assert "All gradients have the same bits" in text and f"{plan.size:,}" in text
 
 
+def test_what_is_on_a_disk_leaves_room_for_the_largest_size() -> None:
+    """The memory in which a store collects what it writes counts: 8 MiB, which torch does not know of."""
+
+    def make(size: int, training: str) -> tuple[nn.Module, Callable[[], object]]:
+        model = nn.Sequential(*(part for _ in range(size) for part in (nn.Linear(64, 64), nn.ReLU())))
+        x = torch.randn(1024, 64)  # 256 KiB, and as much in each layer
+        return model, lambda: model(x).square().mean().backward()
+
+    chosen = tuple(way for way in DEMONSTRATIONS["deep"].ways if way.saver in ("plain", "disk"))
+    asked = replace(DEMONSTRATIONS["deep"], make=make, start=10, grain=1, most=80, ways=chosen)
+    plain, disk = reach(asked, 11 << 20)
+    assert plain.size < disk.size == 80
+    assert disk.is_equal and 8 << 20 < disk.peak_nbytes <= 11 << 20
+
+
 def test_memory_that_is_too_small_shows_nothing_that_fits() -> None:
-    found = list(reach(small("unet", lambda way: way.saver == "plain"), 1000))
+    demonstration = small("unet", lambda way: way.saver == "plain")
+    found = list(reach(demonstration, 1000))
     assert [row.size for row in found] == [0]
+    text = picture.text_picture(demonstration, 1000, found)
+    assert "Nothing fits: 1 voxels along each edge, the smallest size, take" in text and "--memory" in text
 
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {

@@ -17,7 +17,7 @@ from backstash.demos.networks import Bottleneck, Decoder, Llama, Spiking, UNet, 
 Training = Literal["full", "adapters"]
 """Which weights are trained: all of them, or those of LoRA adapters alone."""
 
-Saver = Literal["plain", "checkpoint", "lossless", "plan"]
+Saver = Literal["plain", "checkpoint", "lossless", "disk", "plan"]
 
 Step = Callable[[], object]
 
@@ -28,7 +28,7 @@ class Way:
 
     Attributes:
         label: as people say it.
-        saver: what treats the tensors that backward reads.
+        saver: what treats the tensors that backward reads. A disk is the one with the folder of temporary files.
         training: which weights are trained.
     """
 
@@ -40,6 +40,7 @@ class Way:
 PLAIN = Way("plain PyTorch", "plain")
 CHECKPOINT = Way("checkpoint of every block", "checkpoint")
 LOSSLESS = Way("lossless", "lossless")
+DISK = Way("moved to a disk", "disk")
 PLAN = Way("a plan", "plan")
 
 
@@ -58,6 +59,7 @@ class Demonstration:
         ways: the ways to train it, plain PyTorch first.
         make: returns the model and the step that trains it at a size, as they are in plain PyTorch.
         blocks: the classes of modules that a checkpoint is put around.
+        most: the largest size that is tried, ``start`` and a multiple of ``grain``; None for no limit.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Demonstration:
     ways: tuple[Way, ...]
     make: Callable[[int, Training], tuple[nn.Module, Step]]
     blocks: tuple[type[nn.Module], ...] = ()
+    most: int | None = None
 
     def build(self, way: Way, size: int) -> tuple[nn.Module, Step]:
         """Returns the model and the step, forward and backward, without a Session.
@@ -190,15 +193,16 @@ DEMONSTRATIONS = {
         ),
         Demonstration(
             name="deep",
-            title="The deepest ResNet",
+            title="The deepest ResNet of up to 1,517 layers",
             unit="layers",
             nbytes=96 * _MIB,
             start=47,
             grain=30,
             power=1,
-            ways=_WAYS,
+            ways=(PLAIN, LOSSLESS, CHECKPOINT, DISK, PLAN),
             make=_deep,
             blocks=(Bottleneck,),
+            most=1517,  # the depth that Layrub's paper reached; a disk has room for more
         ),
         Demonstration(
             name="spiking",

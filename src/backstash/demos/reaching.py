@@ -8,7 +8,8 @@ state, which no way of training here makes smaller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from tempfile import gettempdir
 from typing import cast
 
 import torch
@@ -21,12 +22,17 @@ from backstash.planning.measure.profiling import profile
 from backstash.planning.model.plan import Plan
 from backstash.planning.search.largest import MOST_SIZES, size_at
 from backstash.planning.search.planner import Planner
+from backstash.policies.offloading import offload
 from backstash.report.meter import Measurement, measure
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
+from backstash.stores import DiskStore
 
 NEAR = 0.97
 """Share of the memory from which on a size is the largest: none is looked for that would take the rest."""
+
+_STAGED = 8 << 20
+"""Bytes of memory in which a store collects what it writes to a disk. torch does not count them; a step's peak does."""
 
 Told = Callable[[str], None]
 """A function that is called with what is being done, such as ``"a plan: 24 images"``."""
@@ -75,7 +81,7 @@ def reach(demonstration: Demonstration, nbytes: int | None = None, told: Told = 
         search = _Search(demonstration, way, limit, told, {demonstration.start: first.measured(lowest)})
         del first
         asked = limit, demonstration.start, demonstration.grain, demonstration.power
-        size = largest_counted(search.predicted, search.counted, *asked, best)
+        size = largest_counted(search.predicted, search.counted, *asked, best, demonstration.most)
         best = max(best, size)
         measured = search.measured[size or demonstration.start]
         work = size**demonstration.power
@@ -90,11 +96,12 @@ def largest_counted(
     grain: int,
     power: int,
     second: int = 0,
+    largest: int | None = None,
 ) -> int:
     """Returns the largest size whose peak was counted and is at most ``limit`` bytes, or 0 if that of ``start`` is not.
 
     Peaks are taken to grow with the size to the power ``power``, which only says which sizes to ask for. The search
-    ends at a size that takes NEAR of the memory, at one whose next does not fit, or after MOST_SIZES.
+    ends at a size that takes NEAR of the memory, at one whose next does not fit, at ``largest``, or after MOST_SIZES.
 
     Args:
         predicted: returns the bytes that a size is predicted to take.
@@ -104,6 +111,7 @@ def largest_counted(
         grain: the steps between sizes.
         power: 1 for batches and tokens, 3 for the edge of a volume.
         second: the size to ask for after the first; 0 for one whose peak is about twice as large.
+        largest: the largest size to ask for, ``start`` and a multiple of ``grain``; None for no limit.
 
     Example:
         >>> asked = []
@@ -117,6 +125,7 @@ def largest_counted(
         low = max(size for size in known if known[size] <= limit)
         high = min((size for size in known if known[size] > limit), default=None)
         is_last = len(known) >= most or known[low] >= NEAR * limit or (high is not None and high - low <= grain)
+        is_last = is_last or low == largest
         if is_last and low in sure:
             return low
         if is_last:
@@ -125,7 +134,7 @@ def largest_counted(
             most += known[low] > limit
             continue
         size = size_at(known, limit, power) if len(known) > 1 else second or round(start * 2 ** (1 / power))
-        size = min(size, 8 * low if high is None else high - grain)
+        size = min(size, 8 * low if high is None else high - grain, size if largest is None else largest)
         size = max(low + grain, start + (size - start) // grain * grain)
         known[size] = predicted(size)
     return 0
@@ -142,6 +151,7 @@ class _Trial:
                 parameter.grad = torch.zeros_like(parameter)
         self.saver = way.saver
         self.planner = Planner(profile(self.step, self.model)) if way.saver == "plan" else None
+        self.disk = DiskStore(gettempdir(), in_flight=_STAGED, reuse=0) if way.saver == "disk" else None
 
     def gradients(self, plan: Plan | None) -> list[Tensor]:
         """Those of all parameters after a step that begins with seeded generators."""
@@ -162,13 +172,16 @@ class _Trial:
     def measured(self, plan: Plan | None) -> Measurement:
         """A counted step, after as many as a Session needs to know the model."""
         release_buffers()
-        return measure(self._whole(plan), repeats=1, warmup=3 if self.saver == "lossless" else 1, device="cpu")
+        found = measure(self._whole(plan), repeats=1, warmup=3 if self.saver == "lossless" else 1, device="cpu")
+        return found if self.disk is None else replace(found, peak_nbytes=found.peak_nbytes + _STAGED)
 
     def _whole(self, plan: Plan | None) -> Callable[[], object]:
-        policy: Plan | str | None = "lossless" if self.saver == "lossless" else plan
-        if policy is None:
+        if self.disk is not None:
+            session = Session(offload(store="disk", ahead=1), model=self.model, stores={"disk": self.disk})
+        elif self.saver == "lossless" or plan is not None:
+            session = Session(plan or "lossless", model=self.model)
+        else:
             return self.step
-        session = Session(policy, model=self.model)
 
         def whole() -> None:
             with session:

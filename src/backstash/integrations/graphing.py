@@ -368,12 +368,11 @@ def graphed(
 
     Args:
         step: runs a training step: forward, ``backward()``, perhaps an optimizer. It may not wait for the device.
-        Tensors
-            that change from call to call are its arguments. Everything else that it reads stays as it was when it was
-            captured, and Python that changes something outside of the device runs in eager calls and captures alone.
+            Tensors that change from call to call are its arguments. Everything else that it reads stays as it was when
+            it was captured, and Python that changes something outside of the device runs in eager calls and captures
+            alone.
         session: is opened around each call; None for the step as it is. Its policy has to do the same in each step:
-        those
-            of ``comet``, and the guards around plans, do not fit into a graph.
+            those of ``comet``, and the guards around plans, do not fit into a graph.
         model: the module whose parameters get gradients; by default the Session's.
         graphs: how many graphs there are at most. Calls that need one more run eagerly.
         learning: how many calls of each kind run eagerly first.

@@ -138,6 +138,7 @@ class Slice(Stash):
 
 
 Action = Keep | Stash | Recompute
+"""What a policy may answer for one saved tensor: keep it as it is, store it, or compute it again."""
 
 
 @dataclass(frozen=True, slots=True)

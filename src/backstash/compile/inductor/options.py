@@ -165,7 +165,7 @@ def patch_compile(policy: str | Policy = "lossless", **settings: Any) -> Iterato
     a partitioner of its own among its options, is left as it is.
 
     Raises:
-        As :func:`compile_options`, when ``torch.compile`` is called.
+        UnknownNameError, TypeError, ValueError: as :func:`compile_options`, when ``torch.compile`` is called.
     """
     patched, original = Patched(), torch.compile
 
