@@ -108,7 +108,8 @@ $(VENV)/.dev: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 # Everything is as in constraints.txt but torch, triton, of which every torch needs its own version, and numpy: the
-# interpreter of older versions of triton cannot make loop bounds of what numpy 2.4 returns.
+# interpreter of older versions of triton cannot make loop bounds of what numpy 2.4 returns. Both environments compile in
+# place, so what the usual one has compiled is of the other torch afterwards, and has to be compiled again.
 $(OTHER)/.dev: $(SOURCES)
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make test-torch TORCH=2.11.0"; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
@@ -118,6 +119,7 @@ $(OTHER)/.dev: $(SOURCES)
 	@echo "$(COMPILING)"
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(OTHER)/constraints.txt \
 		torch==$(TORCH) -e '.[cli,plot,dev]'
+	rm -f $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench
 	touch $@
 
 # The site reads docstrings from the sources and imports nothing: neither torch nor the kernels are needed.

@@ -7,10 +7,8 @@
 namespace backstash::replay {
 namespace {
 
-constexpr int64_t SMALLEST = 1 << 18, LARGE = 1 << 20, HUGE_FROM = 4 << 20;  // as in buffers.py and ops/cpu/library.py
-constexpr int64_t WORK = 3;                                                  // as in live.py
-
-c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
+constexpr int64_t LARGE = 1 << 20, HUGE_FROM = 4 << 20;  // as in buffers.py and ops/cpu/library.py
+constexpr int64_t WORK = 3;                              // as in live.py
 
 }  // namespace
 

@@ -14,7 +14,6 @@
 namespace backstash::replay {
 namespace {
 
-constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
 constexpr int MANY = 8;                // as in decode.py
 constexpr int64_t ROOM = 8;            // as in redeem/table.py
 constexpr int64_t ROWS = 64;           // as in sample.py
@@ -22,8 +21,6 @@ constexpr int64_t ROWS = 64;           // as in sample.py
 using Clock = std::chrono::steady_clock;
 
 double since(Clock::time_point started) { return std::chrono::duration<double>(Clock::now() - started).count(); }
-
-Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
 
 Object number_of(double number) { return Object::taken(PyFloat_FromDouble(number)); }
 Object number_of(int64_t number) { return Object::taken(PyLong_FromLongLong(number)); }

@@ -24,8 +24,6 @@ constexpr uint64_t SPREAD = 0x9E3779B1;       // as in sample.py
 
 using Clock = std::chrono::steady_clock;
 
-Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
-
 bool is_parameter(PyObject* object, const at::Tensor& x) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) return true;
     if (!x.is_view()) return false;
@@ -42,8 +40,6 @@ bool is_pinned(const at::Tensor& x) {
 bool is_ordinary(const at::Tensor& x) {
     return x.layout() == at::kStrided && !x.is_nested() && x.has_storage() && !is_odd(x);
 }
-
-c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
 
 c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& x) {
     return x.storage().getWeakStorageImpl();

@@ -3,13 +3,16 @@
 
 #include "program.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
 
 namespace backstash::replay {
 
-constexpr int64_t ELEMENTS = 64;  // of a sample, as in sample.py
+constexpr int64_t ELEMENTS = 64;       // of a sample, as in sample.py
+constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
 
 struct Slot;
 struct Session;
@@ -260,6 +263,10 @@ public:
 private:
     PyObject* lock_;
 };
+
+inline c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
+
+inline Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
 
 // What x.detach() returns, without a way through torch's dispatcher.
 inline at::Tensor detached(const at::Tensor& x) {
