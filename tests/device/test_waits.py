@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import backstash as bs
+from backstash import interpreter
+from backstash import session as session_module
 from backstash.planning.search.planner import Planner
 from bench.device_counts import WAYS
 from tests.device import fake
@@ -50,6 +52,18 @@ def test_no_step_waits_after_the_fifth(network: str, way: str) -> None:
     training = NETWORKS[network]().to("fake")
     training.step()
     no_wait(training, WAYS[way](training), 20)
+
+
+@pytest.mark.skipif(interpreter.module is None, reason="the interpreter of scripts is not built")
+def test_dropouts_masks_are_encoded_by_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "has_compiled", lambda: False)
+    training = NETWORKS["gpt2"]().to("fake")
+    session = WAYS["lossless"](training)
+    for _ in range(9):
+        training.step(session)
+    told = session.report().programs()
+    assert "Dropout#0:result1: Encode(narrow)" in told
+    assert "\n0 values went the long way alone" in told
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["plan", "guarded"])

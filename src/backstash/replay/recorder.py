@@ -15,6 +15,7 @@ from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
+from backstash.codecs.narrow.codec import Narrow
 from backstash.codecs.raw import Raw
 from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
@@ -531,7 +532,7 @@ class _Writer:
         store, codec, spec = self._stores["device"], form.codec, form.spec
         is_moved = form.tag is not None
         is_ours = is_moved or (form.store is store and type(store) is DeviceStore and store._holdings.capacity is None)
-        has_look = spec.device.type != "cpu" and not isinstance(codec, (Bitmask, Raw))  # for which the host would wait
+        has_look = spec.device.type != "cpu" and not _never_looks(codec, spec)  # for which the host would wait
         asks_again = has_look or hasattr(codec, "refuses_reader")  # which may depend on the settings of the moment
         if type(form) is not Form or not is_ours or asks_again:
             value.program, value.text = ValueFate.ASK, base.label(codec)
@@ -747,6 +748,11 @@ def _tensor_of(entry: _Entry) -> Any:
         return entry.packed[0]
     saved = None if entry.saved is None else entry.saved()
     return None if saved is None else saved.dense
+
+
+def _never_looks(codec: base.Codec, spec: TensorSpec) -> bool:
+    """Whether a codec takes all tensors like that into planes whose sizes are known."""
+    return isinstance(codec, (Bitmask, Raw)) or (isinstance(codec, Narrow) and spec.dtype is torch.bool)
 
 
 def _claim(op: str, nbytes: int, is_direct: bool, has_room: bool) -> ClaimWay:

@@ -27,7 +27,7 @@ Note: [moves]
     order, through one window; room is what both leave below the peak. The interpreter calls a function here where a
     value is put, fetched or seen as a view of its plane, and drops the Form with the value. A store that is full, or
     brings back nothing, raises there. On an accelerator only codecs that need no look at numbers are replayed, which
-    are masks and copies: for the others the host would wait.
+    are masks, bits of bools and copies: for the others the host would wait.
 """
 
 from __future__ import annotations
