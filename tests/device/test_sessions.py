@@ -98,6 +98,20 @@ def test_a_plan_has_the_bits_of_plain_steps_and_a_lower_peak() -> None:
     assert counts.peak < plain_counts.peak
 
 
+@pytest.mark.parametrize("network", ["gpt2", "llama"])
+def test_the_generator_goes_on_as_in_plain_steps(network: str) -> None:
+    """An attention without dropout moves the generator on too, so one that is called once more must not."""
+    plain = NETWORKS[network]().to("fake")
+    tried = NETWORKS[network]().to("fake")
+    entered = bs.Budgeted("120%", model=tried.model, device="fake", min_nbytes=MIN_NBYTES)
+    for step in range(8):
+        plain.step()
+        expected, bits = fake.module.get_rng_state(), plain.gradients()
+        tried.step(entered)
+        assert torch.equal(fake.module.get_rng_state(), expected), step
+        assert same_bits(tried.gradients(), bits), step
+
+
 def test_bounds_begin_in_the_same_step_on_every_device() -> None:
     def first_step_with_bounds(device: str) -> int:
         torch.manual_seed(0)

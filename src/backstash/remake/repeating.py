@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backstash import accelerator
+from backstash import accelerator, graphs, repeatable
 from backstash.codecs.base import flat
 from backstash.ops.bits import bits_of
 from backstash.proofs import Answer, proofs
@@ -328,13 +328,17 @@ def norm_from_statistics(call: Call, tensors: list[Tensor]) -> Tensor:
 
 
 def _as_drawn(call: Call, function: Callable[[], Any]) -> Any:
-    """What a function returns where the generator is in the state that it had at the call, and is not changed by it."""
+    """What a function returns where the generator is in the state that it had at the call, and is not changed by it.
+
+    An attention without dropout reads nothing of the generator, and may move it on all the same.
+    """
     state, device = call.random_state, call.spec.device
-    if state is None:
+    if state is None and (not repeatable.may_draw(call.function) or graphs.capture() is not None):
         return function()
     now = accelerator.rng_state(device)
+    before = now if state is None else state
     return undoing(
-        lambda: accelerator.set_rng_state(state, device), function, lambda: accelerator.set_rng_state(now, device)
+        lambda: accelerator.set_rng_state(before, device), function, lambda: accelerator.set_rng_state(now, device)
     )
 
 
