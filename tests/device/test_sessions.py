@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import types
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 import backstash as bs
-from backstash import policies
+from backstash import accelerator, policies
 from backstash.capture.learned import LOOK_AGAIN
 from backstash.codecs import Raw
+from backstash.planning.measure import profiling
+from backstash.planning.measure.events import MemoryProfiler, memory_profiler
 from backstash.planning.measure.link import of_speed
 from backstash.stash import looking
 from backstash.stores import host
@@ -106,10 +109,53 @@ def test_the_generator_goes_on_as_in_plain_steps(network: str) -> None:
     entered = bs.Budgeted("120%", model=tried.model, device="fake", min_nbytes=MIN_NBYTES)
     for step in range(8):
         plain.step()
-        expected, bits = fake.module.get_rng_state(), plain.gradients()
+        expected, bits = accelerator.rng_state(fake.device), plain.gradients()
         tried.step(entered)
-        assert torch.equal(fake.module.get_rng_state(), expected), step
+        assert torch.equal(accelerator.rng_state(fake.device), expected), step
         assert same_bits(tried.gradients(), bits), step
+
+
+def test_garbage_that_is_collected_in_a_recorded_step_is_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of such a step was refused, because its peak seemed to be below 0."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself, self.held = self, torch.empty(16 << 20, device="fake")
+
+    def step() -> None:
+        gc.collect()
+        model(x).square().sum().backward()
+
+    def recorder() -> MemoryProfiler:
+        Garbage()
+        return memory_profiler()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to("fake")
+    x = torch.randn(256, 64, device="fake")
+    step()
+    profiles = [bs.profile(step, model, device="fake", min_nbytes=0)]
+    monkeypatch.setattr(profiling, "memory_profiler", recorder)
+    profiles.append(bs.profile(step, model, device="fake", min_nbytes=0))
+    assert profiles[1].base_nbytes == profiles[0].base_nbytes
+    assert bs.plan(profiles[1], "95%").peak_nbytes > 0
+
+
+def test_gradients_that_a_step_frees_are_part_of_no_budget() -> None:
+    """A step that drops the gradients of the step before and makes new ones takes no more for them, as measured."""
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1)).to("fake")
+    x = torch.randn(64, 512, device="fake")
+    profile = bs.profile(step, model, device="fake", min_nbytes=0)
+    peak_nbytes = bs.measure(step, device="fake").peak_nbytes
+    assert profile.plain_peak_nbytes == peak_nbytes
+    assert peak_nbytes < sum(parameter.nbytes for parameter in model.parameters())
+    assert max(profile.base_nbytes) <= peak_nbytes
 
 
 def test_bounds_begin_in_the_same_step_on_every_device() -> None:

@@ -6,6 +6,7 @@ import gc
 import resource
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash.capture import modules
-from backstash.errors import BudgetError, PlanError
+from backstash.errors import BatchTooLargeError, BudgetError, PlanError
 from backstash.planning.measure.profiling import profile_of
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run import course, retry
 from backstash.planning.run.buckets import signature_of, size_ratio
 from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.search.planner import Planner
 from backstash.report.meter import CountedPeak
 from backstash.testing import equal_bits
 
@@ -366,7 +368,10 @@ def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatc
         if len(profiles) > 1:
             return profile
         more = [nbytes + profile.plain_peak_nbytes for nbytes in profile.base_nbytes]
-        return replace(profile, base_nbytes=tuple(more), plain_peak_nbytes=2 * profile.plain_peak_nbytes)
+        moments = [tuple(nbytes + profile.plain_peak_nbytes for nbytes in each) for each in profile.moments]
+        above = replace(profile, moments=())
+        above = replace(above, base_nbytes=tuple(more), plain_peak_nbytes=2 * profile.plain_peak_nbytes)
+        return replace(above, moments=tuple(moments))
 
     monkeypatch.setattr(course, "profile_of", profile_with_more)
     session = Budgeted("40%", min_nbytes=1024)
@@ -375,6 +380,82 @@ def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatc
     assert session.found.plan is not None and 0 < session.found.reached_nbytes <= session.found.budget_nbytes
     session.close()
     assert_nothing_is_left()
+
+
+def count_more(monkeypatch: pytest.MonkeyPatch, more: Callable[[int], int]) -> None:
+    """Has steps under a plan reach more bytes than they do, by how many plans were made."""
+    count = course.Course._count
+
+    def counted(self: course.Course) -> Any:
+        result = yield from count(self)
+        found = self._bucket.found
+        self._bucket.found = replace(found, reached_nbytes=found.reached_nbytes + more(found.plans))
+        return result
+
+    monkeypatch.setattr(course.Course, "_count", counted)
+
+
+def hurried(budget: str, **options: Any) -> Budgeted:
+    """Returns a budget whose plans need few steps, as many on every machine."""
+    session = Budgeted(budget, min_nbytes=1024, **options)
+    session.is_hurried = True
+    return session
+
+
+def test_a_budget_that_no_plan_keeps_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much room left as steps have reached above what was predicted, no plan fits."""
+    count_more(monkeypatch, lambda plans: 1 << 20)
+    session = hurried("60%")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_same([16] * 60, session)
+    found = session.found
+    assert found.reached_nbytes > found.budget_nbytes
+    assert "the budget is not kept" in found.trouble and f"({found.reached_nbytes} bytes)" in found.trouble
+    (said,) = [str(each.message) for each in caught if "was asked for" in str(each.message)]
+    assert "60%" not in said and f"({found.budget_nbytes} bytes) of allocated memory was asked for" in said
+    assert f"has reached {found.reached_nbytes} bytes" in said and "train on smaller batches" in said
+    session.close()
+
+
+def test_a_strict_budget_that_no_plan_keeps_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_more(monkeypatch, lambda plans: 1 << 20)
+    session = hurried("60%", strict=True)
+    with pytest.raises(BatchTooLargeError, match="the smallest that may fit") as caught:
+        trained(lambda model: session, [16] * 60)
+    assert caught.value.smallest_nbytes == session.found.reached_nbytes > 1 << 20
+    session.close()
+    assert_nothing_is_left()
+
+
+def test_the_leanest_plan_is_tried_where_none_leaves_the_room_that_the_first_lacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count_more(monkeypatch, lambda plans: 1 << 20 if plans == 1 else 0)
+    session = hurried("60%")
+    assert_same([16] * 60, session)
+    found = session.found
+    assert 0 < found.reached_nbytes <= found.budget_nbytes and not found.trouble
+    (bucket,) = session.buckets
+    assert found.plan is not None and found.plan.peak_nbytes == bucket.planner.at_most(0).peak_nbytes
+    session.close()
+
+
+def test_no_plan_is_searched_for_below_what_is_there_whatever_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three steps that are profiled to refuse a budget, only the last one needs to say which would fit."""
+    searched: list[Planner] = []
+    search = Planner.search
+
+    def noted(self: Planner) -> Any:
+        searched.append(self)
+        return search(self)
+
+    monkeypatch.setattr(Planner, "search", noted)
+    session = hurried("1 KiB")
+    with pytest.raises(BatchTooLargeError, match="the smallest budget that fits"):
+        trained(lambda model: session, [16] * 60)
+    assert len({id(each) for each in searched}) == 1
+    session.close()
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["results stay", "results are dropped"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,13 +13,15 @@ from torch import Tensor, nn, randn
 
 from backstash.planning.measure import profiling
 from backstash.planning.measure.profiling import profile
+from backstash.planning.model.budget import restrict
 from backstash.planning.model.peak import evaluate
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
+from backstash.planning.search import greedy
 from backstash.planning.search.planner import Planner
 from backstash.planning.search.timings import NOISE
 from backstash.planning.search.usual import like_lossless
-from bench.profiles import resnet
+from bench.profiles import mobilenet, random_network, resnet, transformer, unet
 
 FACTORS = {90: 1.05, 80: 1.2, 70: 1.1, 60: 1.3}
 """How long steps within shares of plain's peak are said to take; the second and third are out of order."""
@@ -144,3 +147,43 @@ def test_each_step_is_timed_behind_one_of_its_own_kind(monkeypatch: pytest.Monke
     found = profiling._in_turns(lambda: kinds.append("own" if context.inside else "plain"), lambda: None, context)
     assert kinds == ["own", *(["plain", "plain", "own", "own"] * profiling.FEWEST)]
     assert found == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer", "unet", "mobilenet", "drawn"])
+def test_no_plan_is_predicted_to_be_slower_than_lossless_or_than_one_of_a_smaller_budget(name: str) -> None:
+    networks: dict[str, list[StepProfile]] = {
+        "resnet": [resnet([1, 1], width=16, batch=4, image=32)],
+        "transformer": [transformer(2)],
+        "unet": [unet(2, width=16, image=64)],
+        "mobilenet": [mobilenet(2)],
+        "drawn": [drawn_profile(seed) for seed in range(40)],
+    }
+    for found in networks[name]:
+        planner, usual = Planner(found), evaluate(found, like_lossless(found))
+        low, plain = planner.solutions[0].peak_nbytes, found.plain_peak_nbytes
+        before = math.inf
+        for share in range(21):
+            budget = max(1, low + share * (plain - low) // 20)
+            seconds = planner.at_most(budget).seconds
+            assert seconds <= before
+            assert seconds <= usual.seconds or usual.peak_nbytes > budget
+            before = seconds
+        assert before == found.seconds
+
+
+@pytest.mark.parametrize("name", ["unet", "random"])
+def test_no_other_choice_of_one_value_is_predicted_to_be_faster_within_the_budget(name: str) -> None:
+    found = unet(2, width=16, image=64) if name == "unet" else random_network(0)
+    allowed = restrict(found, ("lossless", "recompute"))
+    solutions = Planner(allowed).solutions
+    low, plain = solutions[0].peak_nbytes, found.plain_peak_nbytes
+    for budget in (low + share * (plain - low) // 12 for share in range(12)):
+        chosen = next(each for each in reversed(solutions) if each.peak_nbytes <= budget)
+        for at, value in enumerate(allowed.values):
+            for index, choice in enumerate(value.choices):
+                changed = (*chosen.choices[:at], index, *chosen.choices[at + 1 :])
+                if index == chosen.choices[at] or not any(changed):
+                    continue
+                other = evaluate(allowed, changed)
+                is_faster = other.seconds < chosen.seconds - greedy.FINE * found.seconds
+                assert not is_faster or other.peak_nbytes > budget, (budget, value.key, choice.name)

@@ -30,6 +30,7 @@ Note: [interrupted profiler]
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ from backstash.redeem.accumulation import LINEAR
 from backstash.remake.recipes import Recipe
 from backstash.stash.value import Value
 from backstash.torch_internals import (
+    hide_from_dynamo,
     profiler_event,
     profiler_runs,
     record_operation,
@@ -137,6 +139,8 @@ class MemoryProfiler:
     It does without that of ``torch.profiler``, which imports Inductor when it starts: that takes 100 times as long as a
     small step.
 
+    The record also says when Python's garbage collector runs (Note: [freed from before the record] in timeline.py).
+
     Attributes:
         results: what it has recorded; None until it was stopped.
     """
@@ -154,6 +158,8 @@ class MemoryProfiler:
         self._may_run = True
         try:
             self._quiet.enter_context(without_native_warnings())
+            gc.callbacks.append(_note_collection)
+            self._quiet.callback(gc.callbacks.remove, _note_collection)
             others.functions["prepare"](*self._asked)
             others.functions["enable"](*self._asked, {record_scope.FUNCTION})  # Note: [operators alone]
             self._scope.__enter__()
@@ -179,6 +185,14 @@ class MemoryProfiler:
     def let_go(self) -> None:
         """Undoes what starting has changed for the whole process. The thread on which it was started goes on."""
         self._quiet.close()
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    """Is told by Python's garbage collector that it begins, or has ended."""
+    note("collection", begins=phase == "start")
+
+
+hide_from_dynamo(_note_collection, and_all_below=True)
 
 
 def memory_profiler() -> MemoryProfiler:
@@ -296,6 +310,7 @@ class StepRecord:
             "taken": self._take,
             "released": self._release,
             "read": self._read,
+            "collection": lambda facts: None,
         }
         for event, is_operation in sorted(walk(roots), key=lambda pair: pair[0].start_time_ns):
             if event.start_time_ns > self._node_ends:

@@ -196,6 +196,8 @@ class _Measurement:
         self.square = torch.ones(384, 384, device=device)
         self._compute(1)
         self.unit = self._timed(lambda: self._compute(4)) / 4
+        if not self.unit > 0.0:
+            raise StoreError("this machine's clock stands still.")
         for nbytes in SIZES:  # the file grows, and threads are started
             self._way(nbytes, 0.0)
 

@@ -29,7 +29,6 @@ from backstash.planning.measure.events import memory_profiler, roots_of
 from backstash.planning.measure.link import Link, measured, require_path
 from backstash.planning.measure.moving import moved
 from backstash.planning.measure.probing import Probe, with_errors
-from backstash.planning.measure.record import record
 from backstash.planning.measure.survey import Births, KeepForSurvey, KeepForTiming, Silent, Survey, SurveyedValue
 from backstash.planning.measure.timeline import Timeline
 from backstash.planning.measure.zeros import without_initial_zeros
@@ -85,7 +84,8 @@ def profile(
         The profile. Its bytes are counted above what is held before the step, with gradients there.
 
     Raises:
-        MeasureError: the step ran no backward pass, changes large data in place, or there is no such device.
+        MeasureError: the step ran no backward pass, changes large data in place, or takes no time by the clock; or
+            there is no such device.
         PlanError: ``allow`` means nothing, or there is nowhere to move values to.
         TypeError: ``step`` cannot be called without arguments, or ``model`` is no module.
 
@@ -111,7 +111,7 @@ def profile(
     models = [model] if model is not None else _outermost(step)
     with _undone(step, models, link is not None, is_told=True) as runs:
         note_progress("recording a plain step")
-        plain = record(runs.once, None, device=device)
+        plain_nbytes = _plain_peak(runs, device)
         seconds, plain_times = runs.seconds, [runs.seconds]
         survey = Survey(tries)
         keep = KeepForSurvey()
@@ -125,9 +125,14 @@ def profile(
             else:
                 runs.once(session)
                 keeping = runs.seconds
+        if not min(seconds, keeping) > 0.0:
+            raise MeasureError(
+                f"profile was asked for the time of a step, but by this machine's clock it took {seconds} seconds, and "
+                f"{keeping} with hooks. Let the step do more, or mend the clock: time.perf_counter() stands still."
+            )
         squares = _probed(runs.once, survey, model, min_nbytes) if "bounded" in tries else {}
         line = Timeline(events, device)
-        found = profile_of(line, survey, plain.peak_nbytes, seconds, models, device, link, squares)
+        found = profile_of(line, survey, plain_nbytes, seconds, models, device, link, squares)
         planned = {value.key for value in found.values}
         others = tuple(key for key in keep.asked if key not in planned)
         cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
@@ -379,6 +384,36 @@ def _recorded(runs: _Runs, session: Session, watcher: Births) -> list[Any]:
     return roots_of(profiled)
 
 
+def _plain_peak(runs: _Runs, device: str) -> int:
+    """Returns the most bytes alive in a plain step, counted as those of a step under a plan are.
+
+    Raises:
+        MeasureError: no autograd node ran in the step.
+    """
+    runs.once()  # makes the gradients that each later step finds
+    release_buffers()
+    runs.restore()
+    with memory_profiler() as profiled:
+        runs.run()
+    line = Timeline(roots_of(profiled), device)
+    _first_of_backward(line)
+    return max(each.most_nbytes for each in line.positions)
+
+
+def _first_of_backward(line: Timeline) -> int:
+    """Returns the position of the first autograd node.
+
+    Raises:
+        MeasureError: there is none.
+    """
+    first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
+    if first is None:
+        raise MeasureError(
+            "profile was asked for a training step, but no autograd node ran in it. Call backward() in it."
+        )
+    return first
+
+
 def profile_of(
     line: Timeline,
     survey: Survey,
@@ -404,11 +439,7 @@ def profile_of(
     Raises:
         MeasureError: no autograd node ran in the step.
     """
-    first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
-    if first is None:
-        raise MeasureError(
-            "profile was asked for a training step, but no autograd node ran in it. Call backward() in it."
-        )
+    first = _first_of_backward(line)
     for each in line.positions[first:]:
         each.is_backward = True  # and what lies between two nodes
     found = {

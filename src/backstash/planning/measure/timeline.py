@@ -78,11 +78,20 @@ class Trial:
 class Alive:
     """What is alive of the memory that was allocated since the record began.
 
+    Note: [freed from before the record]
+        A step may free memory from before the record. On CPU the profiler does not report it. An accelerator's own
+        count has it, and should: the gradients of the step before are freed in each step that begins with
+        ``zero_grad()``. But Python's garbage collector may run in the recorded step, and free what other code has left
+        behind, which no step of the training frees once more: with 64 MiB of a model that was gone, a small network's
+        step seemed to take less than nothing, and its plan was refused. So the record says when the collector runs
+        (MemoryProfiler), and what it frees from before the record does not count.
+
     Attributes:
         nbytes: bytes of it, above those at the step's beginning.
         gradients: by their addresses, the sizes of the gradients of the step before that are yet to be freed; None but
             between two steps.
         freed_nbytes: bytes of these gradients that were freed.
+        is_collecting: whether Python's garbage collector runs.
 
     Args:
         device: the type of device whose memory is meant.
@@ -91,6 +100,7 @@ class Alive:
     def __init__(self, device: str) -> None:
         self.nbytes = self.freed_nbytes = 0
         self.gradients: dict[int, int] | None = None
+        self.is_collecting = False
         self._sizes: dict[int, int] = {}  # by address
         self._of_backward: set[int] = set()
         self._given = None if device == "cpu" else Given()
@@ -106,7 +116,11 @@ class Alive:
             if is_backward:
                 self._of_backward.add(facts.ptr)
         change = max(0, facts.alloc_size) - before
-        self.nbytes += change if self._given is None else self._given.change(facts)
+        if self._given is not None:
+            change = self._given.change(facts)
+            if self.is_collecting and facts.alloc_size < 0 and not before:  # Note: [freed from before the record]
+                change -= facts.alloc_size
+        self.nbytes += change
 
     def end_step(self) -> None:
         """The backward pass of the step before has ended."""
@@ -203,6 +217,8 @@ class Timeline:
                     trial = self.trials[noted["number"]] = Trial(alive.nbytes, alive.nbytes)
                 elif kind == "tried":
                     trial = None
+                elif kind == "collection":
+                    alive.is_collecting = noted["begins"]
                 elif kind == "step":  # what came before was recorded to know what is freed in it
                     alive.end_step()
                     self._begin()

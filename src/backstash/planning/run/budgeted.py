@@ -455,7 +455,8 @@ class Budgeted(Following):
             self.note_order(2 * MOST_CYCLES)
         for guard in self._guards:
             over = guard.most_excess - guard.room
-            if bucket.plan is guard.plan and over > 0 and bucket.planner is not None and bucket.is_done:
+            may_plan = bucket.planner is not None and bucket.is_done and not bucket.is_over
+            if bucket.plan is guard.plan and over > 0 and may_plan:
                 bucket.margin += over
                 bucket.is_done = False
                 guard.most_excess = 0

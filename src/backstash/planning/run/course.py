@@ -65,11 +65,13 @@ from backstash.planning.measure.survey import (
 )
 from backstash.planning.measure.timeline import Timeline
 from backstash.planning.model.allocator import reserved_by
+from backstash.planning.model.explain import size
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import Bucket, Buckets, size_ratio
 from backstash.planning.run.cycles import Order
+from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
 from backstash.policies import Policy, get
 from backstash.saved import without_cycle
@@ -403,10 +405,14 @@ class Course:
         bucket = self._bucket
         fingerprint = owner.buckets.fingerprint(values)
         known = owner.buckets.known(fingerprint)
+        is_known = False
         if known is not None and not known.unknown and bucket.surveys == 0 and known.cycles == owner.forwards:
-            self._use(known)
+            self._use(known, owner.nbytes_of(known.plain_peak_nbytes))
             yield from self._count()
-        elif is_first or self._may_survey():
+            is_known = bucket.found.reached_nbytes <= bucket.found.budget_nbytes
+        if is_known:
+            return
+        if is_first or self._may_survey():
             yield from self._survey()
             if self._bucket.planner is not None:
                 yield from self._plan_within()
@@ -599,48 +605,128 @@ class Course:
             bucket.found = replace(bucket.found, trouble=why)
             warnings.warn(f"a plan with codecs that have an error was asked for, but {why}.", stacklevel=2)
 
-    def _plan_within(self) -> Waiting:
-        """Makes a plan, counts a step under it, and makes another one as long as the budget is not kept."""
+    def _plan_within(self, before: Within | None = None) -> Waiting:
+        """Makes a plan, counts a step under it, and makes leaner ones as long as the budget is not kept.
+
+        If none keeps it, steps run under the plan that reached the least, and this is said.
+
+        Args:
+            before: what a plan has reached that is to be replaced by a faster one.
+        """
         bucket, owner = self._bucket, self._owner
         is_first = not owner.has_planned
         surveyed = 1
-        for _ in range(MOST_PLANS):
+        tried = [] if before is None or not before.reached_nbytes else [before]
+        while True:
             planner = bucket.planner
             assert planner is not None
             budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
-            nbytes = max(1, budget - bucket.margin)
+            nbytes = max(1, budget - bucket.margin) if len(tried) < MOST_PLANS else 1
+            may_survey = is_first and bucket.plan is None and surveyed < MOST_SURVEYED
+            if may_survey and planner.floor_nbytes > nbytes:  # whatever a search would find
+                surveyed += 1
+                yield from self._survey_again(f"{size(planner.floor_nbytes)} are there whatever is done with values")
+                continue
             if not planner.has_found(nbytes):
                 yield from self._steps_until(planner.search(), partial(planner.has_found, nbytes))
             is_so_far = planner.has_found(nbytes) and not planner.is_searched
             try:
                 plan = planner.plan_so_far(nbytes) if is_so_far else planner.plan(nbytes)
             except BudgetError as error:
-                if bucket.plan is not None:
-                    return  # with room left for safety nothing fits, so the plan that there is stays
-                if is_first and surveyed < MOST_SURVEYED:
-                    surveyed += 1
-                    bucket.surveys -= 1  # the next one takes the place of the one before
-                    owner.forget_nbytes()
-                    bucket.found = replace(bucket.found, trouble=f"no plan yet: {error}")  # other shapes may come now
-                    yield from self._survey()
-                    bucket.found = replace(bucket.found, trouble="")
-                    continue
-                if is_first or owner.strict:
-                    if owner.agreement is None:
-                        raise BatchTooLargeError(error) from None
-                    owner.agreement.refuse(error)  # all ranks raise it together
-                    return
-                plan = planner.at_most(0)
-                bucket.found = replace(
-                    bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used"
-                )
-                warnings.warn(str(error), stacklevel=2)
+                if tried or (bucket.plan is not None and not bucket.plan.unknown):
+                    plan = planner.at_most(0)
+                    if bucket.plan is not None and bucket.plan.peak_nbytes <= plan.peak_nbytes:
+                        break
+                else:
+                    if may_survey:
+                        surveyed += 1
+                        yield from self._survey_again(str(error))
+                        continue
+                    if is_first or owner.strict:
+                        self._refuse(error)
+                        return
+                    plan = planner.at_most(0)
+                    bucket.found = replace(
+                        bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used"
+                    )
+                    warnings.warn(str(error), stacklevel=2)
             self._use(plan, budget)
-            yield from self._count()
+            if not (yield from self._count()):
+                why = bucket.found.trouble or ("" if not tried else "no step under the last plan could be counted")
+                bucket.found = replace(bucket.found, reached_nbytes=0, fragmented_nbytes=0, trouble=why)
+                return
+            tried.append(bucket.found)
             over = bucket.found.reached_nbytes - budget
             if over <= 0:
+                self._is_kept()
                 return
-            bucket.margin += over + (over >> 3)
+            # The same plan again would reach as much: what is reserved may be far above what a plan predicts.
+            bucket.margin = max(bucket.margin + over + (over >> 3), budget - plan.peak_nbytes + 1)
+        if not tried and (yield from self._count()):  # its guard has held more than planned
+            tried.append(bucket.found)
+        if tried:
+            least = min(tried, key=lambda each: (each.reached_nbytes, each.plan.seconds if each.plan else 0.0))
+            yield from self._go_back_to(least, budget)
+            if least.reached_nbytes > budget:
+                self._say_over(budget)
+            else:
+                self._is_kept()
+
+    def _survey_again(self, why: str) -> Waiting:
+        """Profiles another step, because a budget seems to be too small (Note: [freed unseen])."""
+        bucket = self._bucket
+        bucket.surveys -= 1  # the next one takes the place of the one before
+        self._owner.forget_nbytes()
+        bucket.found = replace(bucket.found, trouble=f"no plan yet: {why}")  # other shapes may come now
+        yield from self._survey()
+        bucket.found = replace(bucket.found, trouble="")
+
+    def _go_back_to(self, counted: Within, budget: int) -> Waiting:
+        """Has steps run under a plan that was counted before."""
+        bucket, plans = self._bucket, self._bucket.found.plans
+        if counted.plan is None or counted.plan is bucket.found.plan:
+            return
+        self._use(counted.plan, budget)
+        facts = counted.reached_nbytes, counted.fragmented_nbytes
+        bucket.found = replace(bucket.found, reached_nbytes=facts[0], fragmented_nbytes=facts[1], plans=plans)
+        yield from self._step()
+        self._times = []
+
+    def _is_kept(self) -> None:
+        """A step was counted that keeps the budget."""
+        bucket = self._bucket
+        if bucket.is_over:
+            bucket.is_over, bucket.found = False, replace(bucket.found, trouble="")
+
+    def _say_over(self, budget: int) -> None:
+        """Says that the budget is not kept, and that no plan is known which would keep it.
+
+        Raises:
+            BudgetError: the budget is ``strict``.
+        """
+        bucket, owner = self._bucket, self._owner
+        reached, plan = bucket.found.reached_nbytes, bucket.found.plan
+        assert plan is not None
+        holes = f", {size(bucket.found.fragmented_nbytes)} of it fragmented" if bucket.found.fragmented_nbytes else ""
+        said = (
+            f"training within {size(budget)} ({budget} bytes) of {owner.of} memory was asked for, but of all plans "
+            f"that were tried, the one that takes the least has reached {reached} bytes ({size(reached)}{holes}). Pass "
+            f"that budget, which is the smallest that may fit, allow more, or train on smaller batches."
+        )
+        if owner.strict:
+            self._refuse(BudgetError(said, reached, plan.seconds, plan))
+            return
+        trouble = f"the budget is not kept: the least that a plan has reached is {size(reached)} ({reached} bytes)"
+        bucket.found = replace(bucket.found, trouble=trouble)
+        if not bucket.is_over:
+            bucket.is_over = True
+            warnings.warn(said, stacklevel=2)
+
+    def _refuse(self, error: BudgetError) -> None:
+        """Raises an error, or has all ranks raise it together."""
+        if self._owner.agreement is None:
+            raise BatchTooLargeError(error) from None
+        self._owner.agreement.refuse(error)
 
     def _use(self, plan: Plan, budget: int = 0) -> None:
         bucket, owner = self._bucket, self._owner
@@ -669,8 +755,9 @@ class Course:
         assert largest is not None and largest.planner is not None
         budget = owner.nbytes_of(largest.plain_nbytes)
         times = size_ratio(largest.signature, bucket.signature)
-        for _ in range(MOST_PLANS):
-            plan = largest.planner.at_most(int((budget - bucket.margin) / times))
+        for number in range(MOST_PLANS + 1):
+            nbytes = int((budget - bucket.margin) / times) if number < MOST_PLANS else 0
+            plan = largest.planner.at_most(nbytes)
             found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=int(plan.peak_nbytes * times), plan=plan)
             bucket.found = replace(found, plans=found.plans + 1)
             owner.use_alike(bucket, plan)
@@ -680,12 +767,16 @@ class Course:
             if over > 0 and is_leanest and owner.strict:
                 said = f"steps of {bucket.signature} were asked for within {budget} bytes, but took {budget + over}."
                 raise BatchTooLargeError(BudgetError(said, budget + over, plan.seconds, plan))
-            if over <= 0 or is_leanest:
+            if over <= 0:
+                self._is_kept()
                 return
-            bucket.margin += over + (over >> 3)
+            if is_leanest:
+                self._say_over(budget)
+                return
+            bucket.margin = max(bucket.margin + over + (over >> 3), budget - int(plan.peak_nbytes * times) + 1)
 
-    def _count(self) -> Waiting:
-        """Proves the recipes of a plan in one step, and counts the peak of another."""
+    def _count(self) -> Generator[Awaited, None, bool]:
+        """Proves the recipes of a plan in one step, and counts the peak of another. Returns whether it was counted."""
         bucket = self._bucket
         for _ in range(MOST_RECORDED):
             for _ in range(self._owner.period or 1):
@@ -702,6 +793,7 @@ class Course:
                 taken = reserved_by(line.changes)
                 reached, fragmented = taken.reserved_nbytes, taken.fragmented_nbytes
             bucket.found = replace(bucket.found, reached_nbytes=reached, fragmented_nbytes=fragmented)
+        return bool(lines)
 
     def _improve(self) -> Waiting:
         """Goes on with the search while steps run under the first plan that was found, and takes a faster one."""
@@ -714,7 +806,7 @@ class Course:
         budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
         best = planner.plan(max(first.peak_nbytes, budget - bucket.margin))
         if best.seconds < first.seconds - WORTH * planner.profile.seconds and bucket.plan is first:
-            yield from self._plan_within()
+            yield from self._plan_within(bucket.found)
 
     def _time(self) -> Waiting:
         """Times some steps: while the kinds of passes are noted, which takes time, and then as they will stay."""

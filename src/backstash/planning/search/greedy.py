@@ -2,7 +2,8 @@
 
 From a step in which all is kept, the peak is lowered level by level. At each level the change that frees most bytes for
 a second is made, where bytes count as much as their position binds; then what has become needless is undone. After
-that, stretches of the solutions on the way are drawn anew, and what becomes faster or smaller is kept.
+that, stretches of the solutions on the way are drawn anew, and what becomes faster or smaller is kept. At last, each
+solution uses up what is left below the next larger one.
 
 Nothing here knows a budget: a plan for a budget is the fastest solution that fits, so a larger budget is never slower.
 All random numbers are the same in each run, and effort is counted in work done, not in time. So the same profile always
@@ -27,6 +28,7 @@ import numpy as np
 
 from backstash.planning.model.peak import Bytes, PeakModel
 from backstash.planning.search.exact import Solution, brute_force_all, solution
+from backstash.planning.search.moves import range_max
 from backstash.planning.search.native import moves_from_kept
 
 SMALL = 2000
@@ -44,7 +46,9 @@ STEPS = 60
 LEVELS = 32
 """Levels at which faster solutions are looked for; they are closer to each other where the peak is low."""
 FINE = 0.0002
-"""Neighbours on the frontier whose times differ by less than this share of the step need nothing between them."""
+"""Neighbours on the frontier whose times differ by less than this share of the step need nothing drawn between them."""
+FINEST = 0.00002
+"""The same for what a single other choice makes faster."""
 SOFTNESS = (0.003, 0.01, 0.03)
 """Tau of the smooth peak, as shares of the level (Note: [smooth peak] in moves.py)."""
 PRICES = (0.3, 0.05, 0.01)
@@ -115,6 +119,7 @@ class Frontier:
             yield from beside.lower_lowest()
             yield from climb.take_over(beside.pool)
         yield from climb.improve()
+        yield from climb.use_up()
         self._all = self.solutions()
 
 
@@ -198,6 +203,47 @@ class _Climb:
                     yield
             self.moves.end = effort * (0.65, 1.0)[turn]
             yield from self._fill_gaps()
+
+    def use_up(self) -> Iterator[None]:
+        """Has solutions use the bytes that are left below the next larger one, the widest gap of times first.
+
+        Drawn stretches seldom change one value alone. Here each other choice of a single value is tried.
+        """
+        work, end = 0.0, self._effort() * 0.25
+        done: set[tuple[int, int]] = set()
+        while work < end:
+            self.pool = best(self.pool)
+            gaps = [
+                (slow.seconds - fast.seconds, number)
+                for number, (slow, fast) in enumerate(pairwise(self.pool))
+                if (slow.peak_nbytes, fast.peak_nbytes) not in done
+            ]
+            gap, number = max(gaps, default=(0.0, 0))
+            if gap < self.model.base_seconds * FINEST:
+                return
+            slow, fast = self.pool[number : number + 2]
+            done.add((slow.peak_nbytes, fast.peak_nbytes))
+            self.search.load(slow.rows)
+            work += 10.0 + 0.02 * (len(self.model.value_of) + len(self.search.live))
+            for value, row in self._faster_rows(fast.peak_nbytes - 1):
+                self.search.load(slow.rows)
+                work += 20.0 + self.search.set(value, row)
+                is_between = (
+                    int(self.search.live.max()) < fast.peak_nbytes and self.search.seconds < slow.seconds - 1e-9
+                )
+                if is_between and self.search.keeps(self.limit):
+                    self._note()
+            yield
+
+    def _faster_rows(self, level: int) -> list[tuple[int, int]]:
+        """Returns each value and row by which the step may be faster, where its bytes alone stay within the level."""
+        model, search = self.model, self.search
+        old = search.rows[model.value_of]
+        is_faster = (model.own_seconds < model.own_seconds[old]) | (model.decode_seconds < model.decode_seconds[old])
+        slack = level - range_max(search.live, model.born, np.maximum(model.born, search.makes - 1))
+        more = np.where(model.remakes, 0, model.held) - np.where(model.remakes[old], 0, model.held[old])
+        found = np.flatnonzero(is_faster & (more <= slack[model.value_of]))
+        return list(zip(model.value_of[found].tolist(), found.tolist(), strict=True))
 
     def lower_lowest(self) -> Generator[None, None, int]:
         """Draws stretches of the solution of the lowest peak anew for a lower one, and returns the lowest peak."""

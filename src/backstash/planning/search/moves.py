@@ -113,7 +113,7 @@ class Moves:
     def relax(self, level: int) -> None:
         """Gives each value a faster choice, the most expensive values first, where the peak stays within ``level``."""
         search, model, own = self.search, self.model, self.model.own_seconds
-        slack = level - _range_max(search.live, model.born, np.maximum(model.born, search.makes - 1))
+        slack = level - range_max(search.live, model.born, np.maximum(model.born, search.makes - 1))
         active = np.flatnonzero((search.rows != model.first[:-1]) & (slack > 0))
         self.work += 1.0 + 0.02 * len(search.live)
         for value in active[np.argsort(-own[search.rows[active]], kind="stable")].tolist():
@@ -180,7 +180,7 @@ def alike(model: PeakModel) -> Bytes:
     return np.array(found, np.int64)
 
 
-def _range_max(live: Bytes, first: Bytes, last: Bytes) -> Bytes:
+def range_max(live: Bytes, first: Bytes, last: Bytes) -> Bytes:
     """Returns the most of ``live`` between two positions, both included, for many pairs of them."""
     tables = [live]
     while 2 ** len(tables) <= len(live):

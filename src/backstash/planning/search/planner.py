@@ -146,6 +146,11 @@ class Planner:
         """Whether the search for the best solutions is over."""
         return bool(self._solutions)
 
+    @property
+    def floor_nbytes(self) -> int:
+        """How many bytes of a step's peak are there whatever is done with values."""
+        return int(self._model.base.max())
+
     def search(self) -> Iterator[None]:
         """Searches for the best solutions a little at a time. All who iterate share one search."""
         if self._frontier is None:
@@ -231,7 +236,7 @@ class Planner:
         lowest = self._lowest()
         least = min(self._predicted(lowest), self.profile.plain_peak_nbytes)  # for which the plan is to keep everything
         smallest = self._plan(least, lowest)
-        floor = int(self._model.base.max())
+        floor = self.floor_nbytes
         held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
         raise BudgetError(
             f"a plan was asked for within {size(nbytes)} ({nbytes} bytes) above what is held before the step, allowing "
