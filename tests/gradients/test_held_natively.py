@@ -12,11 +12,11 @@ import pytest
 import torch
 from gradient_checks import differences
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from backstash import Session, interpreter
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash.held import Holding, Reading
+from tests.modes import Seeing
 
 Hold = Callable[[Holding, Tensor], Any]
 Read = Callable[[Reading, Any], Tensor]
@@ -138,18 +138,6 @@ def test_what_is_not_simple_goes_the_other_way(ways: Hooks) -> None:
     other: Any = object()
     read(reading, other)
     assert asked == [packed, other]
-
-
-class Seeing(TorchFunctionMode):
-    """Notes which functions it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_torch_function_modes_see_nothing(ways: Hooks) -> None:

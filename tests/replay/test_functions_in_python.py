@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from backstash import Session
 from backstash.policies import lossless
 from backstash.torch_internals import dispatch_to_modes, function_modes
+from tests.modes import Seeing
 from tests.replay.test_replaying import STEPS
 
 
@@ -33,18 +34,6 @@ class Model(nn.Module):
             F.relu(x, nothing=1)  # type: ignore[call-arg]
         x = F.normalize(F.softmax(self.out(x), dim=-1, dtype=torch.float32), p=2.0)
         return F.smooth_l1_loss(x, torch.zeros_like(x), reduction="sum")
-
-
-class Way(TorchFunctionMode):
-    """Notes which functions a mode of the program is asked about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def step(model: Model, session: Session | None, *modes: TorchFunctionMode) -> list[Tensor]:
@@ -95,9 +84,9 @@ def test_a_settled_pass_goes_past_torchs_function_with_the_same_bits(monkeypatch
 
 
 def test_modes_of_the_program_are_asked_as_ever() -> None:
-    model, above = Model(), Way()
+    model, above = Model(), Seeing()
     opened = settled(model)
-    plain = Way()
+    plain = Seeing()
     expected = step(model, None, plain)
     for _ in range(2):
         above.seen.clear()
@@ -169,6 +158,7 @@ def test_threads_do_not_disturb_each_other() -> None:
             with sessions[number]:
                 loss = F.relu(models[number].out(x)).sum()
             loss.backward()
+        assert sessions[number]._is_replayed
         got[number] = models[number].out.weight.grad
 
     threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]

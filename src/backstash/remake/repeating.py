@@ -336,10 +336,12 @@ def _as_drawn(call: Call, function: Callable[[], Any]) -> Any:
     if state is None and (not repeatable.may_draw(call.function) or graphs.capture() is not None):
         return function()
     now = accelerator.rng_state(device)
-    before = now if state is None else state
-    return undoing(
-        lambda: accelerator.set_rng_state(before, device), function, lambda: accelerator.set_rng_state(now, device)
-    )
+
+    def begin() -> None:
+        if state is not None:
+            accelerator.set_rng_state(state, device)
+
+    return undoing(begin, function, lambda: accelerator.set_rng_state(now, device))
 
 
 def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:
