@@ -974,8 +974,8 @@ def replace_recomputed(frame: Any, function: Callable[..., Any]) -> None:
         cell.cell_contents = function
 
 
-function_apply: Callable[..., Any] = torch.autograd.Function.__dict__["apply"]
-"""The class method by which a custom autograd function is called."""
+function_apply: Any = torch.autograd.Function.__dict__["apply"]
+"""The class method by which a custom autograd function is called, as a descriptor."""
 
 
 def replace_function_apply(apply: Any) -> None:

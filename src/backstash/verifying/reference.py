@@ -165,17 +165,17 @@ class Reference:
         return stack
 
     def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        original = function_apply.__func__  # type: ignore[attr-defined]
+        original = function_apply.__get__(None, cls)
         if is_traced() or is_dynamo_compiling() or not torch.is_grad_enabled():
-            return original(cls, *args, **kwargs)
+            return original(*args, **kwargs)
         if cls is ReentrantCheckpoint:
             return args[0](*args[2:])
         name = f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "__main__" else cls.__qualname__
         if name not in self._recomputing:
-            return original(cls, *args, **kwargs)
+            return original(*args, **kwargs)
         result, reason = self._plainly(cls, args)
         self.log.replaced[name] = reason
-        return original(cls, *args, **kwargs) if reason else result
+        return original(*args, **kwargs) if reason else result
 
     def _plainly(self, cls: Any, args: Any) -> tuple[Any, str]:
         """The result of a function's ``forward`` as autograd differentiates it; or why there is none."""

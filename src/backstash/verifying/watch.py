@@ -402,14 +402,14 @@ class WatchedRun:
 
     def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of ``Function.apply``: callables that will be called again in backward are regions."""
-        original = function_apply.__func__  # type: ignore[attr-defined]
+        original = function_apply.__get__(None, cls)
         if is_traced() or is_dynamo_compiling() or not torch.is_grad_enabled():
-            return original(cls, *args, **kwargs)
+            return original(*args, **kwargs)
         if cls is ReentrantCheckpoint:
             region = self._new_region("checkpoint(use_reentrant=True)")
             region.log.keeps_generators = bool(args[1])
             region.inputs = _named(args[2:])
-            return original(cls, _RegionFunction(self, region, args[0]), *args[1:], **kwargs)
+            return original(_RegionFunction(self, region, args[0]), *args[1:], **kwargs)
         if _name_of_class(cls) in self._recomputing:
             given = []
             for each in args:
@@ -417,8 +417,8 @@ class WatchedRun:
                     region = self._new_region(_name_of_class(cls))
                     each = _RegionFunction(self, region, each)
                 given.append(each)
-            return original(cls, *given, **kwargs)
-        return original(cls, *args, **kwargs)
+            return original(*given, **kwargs)
+        return original(*args, **kwargs)
 
     def _go_backward(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the engine: notes custom functions that go backward in their backward."""

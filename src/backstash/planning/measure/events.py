@@ -26,13 +26,20 @@ Note: [interrupted profiler]
     own class then does not know whether its profiler runs, so that it runs on, or is stopped twice. So torch's
     functions are called here. Before the first of them it is noted that the profiler may run, and what stops it asks
     torch whether it does, and can be called again.
+
+Note: [end of a thread]
+    A program may end while a step is recorded, and so may the thread that trains. If nobody stops the profiler then,
+    torch crashes when the process ends. So a thread that ends stops it, and the main one does when the program ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -133,6 +140,35 @@ class Notes:
             note("read", address=_address(tensor), is_stored=is_stored)
 
 
+class Thread:
+    """A thread of the program. An identifier of threads may be that of an earlier one; this object is not.
+
+    Attributes:
+        running: the profiler that was started on it.
+    """
+
+    running: MemoryProfiler | None = None
+
+    @classmethod
+    def current(cls) -> Thread:
+        """The thread that runs this."""
+        found: Thread | None = getattr(_own, "thread", None)
+        if found is None:
+            found = _own.thread = cls()
+        return found
+
+    def stop(self) -> None:
+        """Stops the profiler, if there is one (Note: [end of a thread])."""
+        if self.running is not None:
+            self.running.stop()
+
+    __del__ = stop  # what a thread has for itself is deleted on that thread
+
+
+_own = threading.local()
+atexit.register(lambda: Thread.current().stop())
+
+
 class MemoryProfiler:
     """A profiler of every allocation and release, which prints nothing (Note: [interrupted profiler]).
 
@@ -152,10 +188,13 @@ class MemoryProfiler:
         self._quiet = ExitStack()
         self._scope = record_operation(SCOPE)  # Note: [events without an operation]
         self._may_run = False
+        self._thread: Callable[[], Thread | None] = lambda: None  # on which it was started
         self.results: Any = None
 
     def __enter__(self) -> Self:
         self._may_run = True
+        thread = Thread.current()
+        self._thread, thread.running = weakref.ref(thread), self
         try:
             self._quiet.enter_context(without_native_warnings())
             gc.callbacks.append(_note_collection)
@@ -181,6 +220,9 @@ class MemoryProfiler:
             self.results = others.functions["disable"]()
         self.let_go()
         self._may_run = False
+        thread = self._thread()
+        if thread is not None and thread.running is self:
+            thread.running = None
 
     def let_go(self) -> None:
         """Undoes what starting has changed for the whole process. The thread on which it was started goes on."""

@@ -9,12 +9,11 @@ Note: [one thread]
     A profiler sees the thread on which it was started, and can only be stopped there. If the program's passes move to
     another thread, the record is worthless. The profiler is stopped when they come back to the first thread, and until
     then no other one is started, because torch crashes if the first one is stopped later. If that thread has ended, so
-    has the profiler.
+    has the profiler (Note: [end of a thread] in events.py).
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -22,22 +21,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from backstash.planning.measure.events import Event, MemoryProfiler, memory_profiler, note, others, roots_of
+from backstash.planning.measure.events import Event, MemoryProfiler, Thread, memory_profiler, note, others, roots_of
 from backstash.torch_internals import profiler_runs, record_operators
-
-_own = threading.local()
-
-
-class Thread:
-    """A thread of the program. An identifier of threads may be that of an earlier one; this object is not."""
-
-    @classmethod
-    def current(cls) -> Thread:
-        """The thread that runs this."""
-        found: Thread | None = getattr(_own, "thread", None)
-        if found is None:
-            found = _own.thread = cls()
-        return found
 
 
 class Recording:
@@ -141,6 +126,8 @@ class Recording:
         self._record_operators(False)
 
     def _record_operators(self, is_wanted: bool) -> None:
+        if self._profiler is None:
+            return  # it gave way in the middle of a step
         if self._records_operators != is_wanted:  # torch would record them twice, and go on after the profiler's end
             self._records_operators = is_wanted
             record_operators(is_wanted)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from backstash.capture import passes
-from backstash.planning.measure.recording import Recording, Thread
+from backstash.planning.measure.events import Thread
+from backstash.planning.measure.recording import Recording
 from backstash.planning.measure.survey import Births
 from backstash.planning.run.buckets import Bucket
 from backstash.planning.run.course import Awaited, Course, Keys

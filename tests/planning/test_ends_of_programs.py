@@ -1,0 +1,63 @@
+"""A program, or a thread, that ends while a step is recorded ends as it would without a budget."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECORDS = """
+import threading, torch
+from backstash.planning.measure.recording import Recording
+recording = Recording()
+def records():
+    assert recording.start()
+    recording.begin_step()
+    torch.ones(8, requires_grad=True).sum().backward()
+"""
+
+ENDS = {
+    "program": "records()",
+    "dropped": "records(); del recording",
+    "thread": "t = threading.Thread(target=records); t.start(); t.join()",
+    "another after it": "t = threading.Thread(target=records); t.start(); t.join(); recording = Recording(); records()",
+}
+
+TRAINS = """
+import sys, torch, warnings
+import backstash as bs
+from torch import nn
+warnings.simplefilter("ignore")
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+session = bs.Budgeted("80%", min_nbytes=64)
+from backstash.planning.measure.events import Thread
+for _ in range(40):
+    with session:
+        loss = model(torch.ones(8, 16)).sum()
+    loss.backward()
+    if Thread.current().running is not None:
+        print("recorded")
+        break
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path("src").resolve()), *sys.path))}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_in_a_record_ends_well(end: str) -> None:
+    ran = run(RECORDS + ENDS[end])
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_training_that_ends_in_a_recorded_step_ends_well() -> None:
+    ran = run(TRAINS)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "recorded\n"
