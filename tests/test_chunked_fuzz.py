@@ -283,13 +283,14 @@ def loss_of(case: Case, net: Net, teacher: Net, data: Data, in_chunks: bool) -> 
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the number of elements of the largest result."""
+    """Notes the number of elements of the largest result that holds floats."""
 
     largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        floats = (x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+        self.largest = max([self.largest, *(x.numel() for x in floats)])
         return result
 
 

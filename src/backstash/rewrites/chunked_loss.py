@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -45,16 +46,8 @@ class ChunkedLoss:
         self.head = head
         self.distance, self.where = math.nan, ""
         self._layer: nn.Linear | None = layer
-        self._tally = tally = Tally()
-
-        def forward(hidden: Tensor) -> Tensor:
-            weight, bias = layer.weight, layer.bias
-            trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-            if not (trains or evaluation):
-                return F.linear(hidden, weight, bias)
-            return Deferred(hidden, HeadCall.begin(hidden, weight, bias, chunk_nbytes, tally))
-
-        layer.forward = forward  # type: ignore[method-assign,assignment]
+        self._tally = Tally()
+        layer.forward = _HeadForward(layer, chunk_nbytes, evaluation, self._tally)  # type: ignore[method-assign]
 
     @property
     def losses(self) -> int:
@@ -83,6 +76,30 @@ class ChunkedLoss:
     def __str__(self) -> str:
         proven = f"; the numbers of a step are at most {self.distance:.2g} apart ({self.where})" if self.where else ""
         return f"the logits of {self.head!r} in chunks, sums in another order{proven}"
+
+
+@dataclass(eq=False)
+class _HeadForward:
+    """The forward of a rewritten head. A copy of the model, also by pickle, has one of its own.
+
+    Attributes:
+        layer: the head.
+        chunk_nbytes, evaluation: as for :func:`chunked_loss`.
+        tally: what becomes of the logits.
+    """
+
+    layer: nn.Linear
+    chunk_nbytes: int
+    evaluation: bool
+    tally: Tally
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        weight, bias = self.layer.weight, self.layer.bias
+        read = (x for x in (hidden, weight, bias) if x is not None)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in read)
+        if not (trains or self.evaluation):
+            return F.linear(hidden, weight, bias)
+        return Deferred(hidden, HeadCall.begin(hidden, weight, bias, self.chunk_nbytes, self.tally))
 
 
 def chunked_loss(
