@@ -154,15 +154,15 @@ class _Head:
 
 def _head_call(hidden: object, head: object, name: str) -> _Head:
     """Returns the head and the input that a user has passed."""
-    if head is None and isinstance(hidden, Deferred):
+    if head is None and isinstance(hidden, Deferred) and not hidden.is_output and not hidden.classes_second:
         hidden.check()
         call = hidden.call
-        return _Head(hidden.hidden, call.weight, call.bias, call.product, hidden.steps)
+        return _Head(*hidden.inputs, call.product, hidden.steps)
     if not isinstance(head, nn.Linear):
         if head is None:
             raise RewriteError(
-                f"chunked_rows was asked for {name} without a head, but it is no result of a head under chunked_loss. "
-                f"Pass the head, or call the model under backstash.rewrites.chunked_loss(model)."
+                f"chunked_rows was asked for {name} without a head, but it is no result of a head under chunked_loss, as "
+                f"it came out of the head. Pass the head, or call the model under backstash.rewrites.chunked_loss(model)."
             )
         raise RewriteError(f"chunked_rows was asked for the head {head!r:.80}, but it computes logits of an nn.Linear.")
     if (

@@ -86,6 +86,19 @@ def check_classes(target: Tensor, classes: int, ignore_index: int) -> None:
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")  # the message of cross_entropy
 
 
+def refuse_gradients_of_gradients() -> None:
+    """Refuses a backward pass whose gradients would be differentiated.
+
+    Raises:
+        RuntimeError: gradients of gradients were asked for.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "backward was asked to go through logits in chunks with create_graph=True, but their gradients have no "
+            "gradients. Leave create_graph out, or undo the rewrite for what needs gradients of gradients."
+        )
+
+
 def accumulator(weight: Tensor, is_in_parts: bool) -> Tensor:
     """Returns zeros in which a weight's gradient is added up.
 
@@ -201,9 +214,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (loss / total).to(settings.result)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden, weight and bias, times the gradient of the loss."""
+        refuse_gradients_of_gradients()
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward was asked to go through a chunked loss a second time, but its gradients were computed in the "

@@ -156,8 +156,25 @@ class Deferred(Tensor):
             # Somebody who looks at them without gradients must not be the reason why the loss has none.
             with torch.set_grad_enabled(self.with_grad):
                 self.logits = self._product(name) if self.origin is None else self.origin(name)
+            if self.is_output:
+                with torch.enable_grad(), no_torch_function_subclass():
+                    self.logits = self.clone()
             self.version = 0 if self.logits.is_inference() else self.logits._version
         return self.logits
+
+    @property
+    def is_output(self) -> bool:
+        """Whether a function of autograd has returned them, such as a reentrant checkpoint, whose gradient it takes."""
+        with no_torch_function_subclass():
+            return self.requires_grad
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The head's input, weight and bias, without gradients if the program had none enabled."""
+        hidden, weight, bias = self.hidden, self.call.weight, self.call.bias
+        if self.with_grad:
+            return hidden, weight, bias
+        return hidden.detach(), weight.detach(), None if bias is None else bias.detach()
 
     def _product(self, name: str) -> Tensor:
         call = self.call
@@ -171,6 +188,8 @@ class Deferred(Tensor):
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call without computing all logits, or None if that cannot be done."""
+        if self.is_output:
+            return None
         follow = None if self.classes_second and func not in _FOLLOWED_ANYWHERE else _FOLLOWED.get(func)
         followed = None if follow is None else follow(self, *args, **kwargs)
         if followed is None and not kwargs:
@@ -255,6 +274,15 @@ def _flatten(logits: Deferred, start_dim: int = 0, end_dim: int = -1) -> Deferre
     return logits.of(logits.hidden.flatten(start_dim, last)) if last < logits.dim() - 1 else None
 
 
+def _clone(logits: Deferred, *, memory_format: object = None) -> Deferred:
+    return logits.of(logits.hidden)
+
+
+def _detach(logits: Deferred) -> Deferred:
+    with torch.no_grad():
+        return logits.of(logits.hidden)
+
+
 def _transpose(logits: Deferred, first: int, second: int) -> Deferred | None:
     dims = list(range(logits.dim()))
     dims[first], dims[second] = dims[second], dims[first]
@@ -330,8 +358,8 @@ def _cross_entropy(
     plain = size_average is None and reduce is None and 0.0 <= label_smoothing <= 1.0
     if not plain or reduction not in ("mean", "sum", "none") or isinstance(target, Deferred):
         return None
-    hidden, call = logits.hidden, logits.call
-    rows, classes = hidden.shape[:-1], call.weight.shape[0]
+    (hidden, head, bias), call = logits.inputs, logits.call
+    rows, classes = hidden.shape[:-1], head.shape[0]
     if not (logits.classes_second or logits.dim() == 2) or target.dtype is not torch.int64 or target.shape != rows:
         return None
     result = loss_dtype(logits)
@@ -342,9 +370,9 @@ def _cross_entropy(
             return None
     check_classes(target, classes, ignore_index)
     logits.check()
-    hidden, chosen = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    chosen = target.reshape(-1)
     if reduction == "none":
-        loss = _entropy_of_rows(logits, hidden, chosen, weight, ignore_index, label_smoothing).to(result).view(rows)
+        loss = _entropy_of_rows(logits, chosen, weight, ignore_index, label_smoothing).to(result).view(rows)
     else:
         settings = EntropySettings(
             ignore_index,
@@ -357,27 +385,28 @@ def _cross_entropy(
             logits.steps,
             torch.is_grad_enabled(),
         )
-        loss = ChunkedCrossEntropy.apply(hidden, call.weight, call.bias, chosen, weight, settings)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        loss = ChunkedCrossEntropy.apply(flat, head, bias, chosen, weight, settings)
     call.tally.chunked += 1
     return loss
 
 
 def _entropy_of_rows(
-    logits: Deferred, hidden: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+    logits: Deferred, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> Tensor:
     """Returns the cross entropy of each row, [n], whose gradients are known in backward only."""
-    call = logits.call
+    (hidden, head, bias), call = logits.inputs, logits.call
     precise = torch.float64 if call.product is torch.float64 else torch.float32
     spread = None
     if smoothing:
-        spread = torch.full(call.weight.shape[:1], smoothing / call.weight.shape[0], dtype=precise)
-        spread = spread.to(hidden.device) if weight is None else spread.to(hidden.device) * weight.to(precise)
+        spread = torch.full(head.shape[:1], smoothing / head.shape[0], dtype=precise, device=hidden.device)
+        spread = spread if weight is None else spread * weight.to(precise)
     way = Way(call.product, logits.steps)
     settings = RowSettings(
         logits.rows_in_chunk(precise.itemsize), 1.0, ignore_index, way, with_entropy=False
     )
     others = (None, None, None)
-    found = RowNumbers.apply(hidden, call.weight, call.bias, target, spread, *others, settings)
+    found = RowNumbers.apply(hidden.reshape(-1, hidden.shape[-1]), head, bias, target, spread, *others, settings)
     kept = target != ignore_index
     counts = kept.to(precise) if weight is None else weight.to(precise)[torch.where(kept, target, 0)]
     loss: Tensor = -(1.0 - smoothing) * counts * found[0]
@@ -396,6 +425,9 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
     Tensor.contiguous: lambda logits: logits,
+    Tensor.clone: _clone,
+    torch.clone: _clone,
+    Tensor.detach: _detach,
     Tensor.transpose: _transpose,
     torch.transpose: _transpose,
     Tensor.permute: _permute,
@@ -406,5 +438,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
 Each returns deferred logits or the loss, or None if it cannot follow the call.
 """
 
-_FOLLOWED_ANYWHERE = {Tensor.float, Tensor.to, Tensor.contiguous, F.cross_entropy}
+_FOLLOWED_ANYWHERE = {
+    *(Tensor.float, Tensor.to, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, F.cross_entropy),
+}
 """Those of them that deferred logits follow also where the classes are their second dimension."""

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backstash.rewrites.cross_entropy import accumulator, add_product, without_autocast
+from backstash.rewrites.cross_entropy import (
+    accumulator,
+    add_product,
+    refuse_gradients_of_gradients,
+    without_autocast,
+)
 from backstash.rewrites.logit_steps import LogitStep, apply_steps, gradient_before
 
 
@@ -140,9 +145,9 @@ class RowNumbers(torch.autograd.Function):
         return log_probs, normaliser, entropy, away, back, spread_sum
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns the gradients of hidden, weight and bias."""
+        refuse_gradients_of_gradients()
         hidden, weight, bias, target, spread, other_hidden, other_weight, other_bias, normaliser, entropy, back = (
             ctx.saved_tensors
         )
