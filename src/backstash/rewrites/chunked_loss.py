@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backstash.arguments import check_model, check_step
+from backstash.arguments import check_count, check_model, check_step
 from backstash.errors import RewriteError
 from backstash.rewrites.deferred import Deferred, HeadCall, Tally
 from backstash.rewrites.differences import largest_distance, rounding_limit
 from backstash.rewrites.trials import Trials
+from backstash.torch_internals import break_graphs_at
 
 CHUNK_NBYTES = 16 << 20
 """Bytes of logits that exist at a time, by default."""
@@ -102,6 +103,9 @@ class _HeadForward:
         return Deferred(hidden, HeadCall.begin(hidden, weight, bias, self.chunk_nbytes, self.tally))
 
 
+break_graphs_at(_HeadForward.__call__, "a head whose logits come in chunks is called between compiled graphs")
+
+
 def chunked_loss(
     model: nn.Module,
     head: str | None = None,
@@ -113,14 +117,21 @@ def chunked_loss(
 ) -> ChunkedLoss:
     """Computes the logits of a model's head and their cross entropy for a few rows at a time.
 
-    This holds for ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices and the reduction "mean" or "sum",
-    with or without ``ignore_index`` and ``label_smoothing``, also if the program scales the logits before, caps them,
-    or adds a bias without a gradient. Every other function of the logits is computed as before, from all of them. For
-    what other losses read of each row there is :func:`chunked_rows`, which takes the head's result.
+    This holds for ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices, any reduction, ``weight``,
+    ``ignore_index`` and ``label_smoothing``, with the classes last or second, also if the program takes some rows of
+    the logits before, scales them, caps them, or adds a bias without a gradient. Every other function of the logits is
+    computed as before, from all of them. For what other losses read of each row there is :func:`chunked_rows`, which
+    takes the head's result.
 
-    Under autocast the products are computed in the dtype that autocast asks for. The gradients are computed in the
-    forward pass, so ``backward`` can run once: ``retain_graph`` and ``create_graph`` end in an error. A head's gradient
-    in bfloat16 or float16 is added up in float32.
+    Under autocast the products are computed in the dtype that autocast asks for, and the loss is float32. The gradients
+    are computed in the forward pass, so ``backward`` can run once: ``retain_graph`` ends in an error. With the
+    reduction "none" they are computed in backward, with the logits once more. ``create_graph`` is an error in either
+    case. A head's gradient in bfloat16 or float16 is added up in float32. Where no row counts, gradients are 0.
+
+    A copy of the model, also one by pickle, computes its logits in chunks as well, and ``undo`` does not reach it.
+    ``torch.compile`` ends a graph at the head and at the loss, so that ``fullgraph=True`` is an error. In a reentrant
+    checkpoint, whose forward pass has no gradients, the logits are whole. ``DistributedDataParallel`` has to wrap the loss as well, as it does for models of
+    transformers, if it is asked for ``find_unused_parameters`` or ``static_graph``.
 
     Args:
         model: the model.
@@ -147,6 +158,7 @@ def chunked_loss(
         ...     loss = F.cross_entropy(model(words), words)
         >>> loss.backward()
     """
+    check_count(chunk_nbytes, "chunk_nbytes", "bytes", "chunked_loss")
     if chunk_nbytes < 1:
         raise RewriteError(f"chunked_loss was asked for chunks of {chunk_nbytes} bytes, but it needs at least 1.")
     check_model(model, "chunked_loss")

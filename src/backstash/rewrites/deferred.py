@@ -27,7 +27,7 @@ from backstash.rewrites.cross_entropy import (
 )
 from backstash.rewrites.logit_steps import LogitStep, step_for
 from backstash.rewrites.row_numbers import RowNumbers, RowSettings, Way
-from backstash.torch_internals import no_torch_function_subclass
+from backstash.torch_internals import break_graphs_at, no_torch_function_subclass
 
 
 @dataclass(eq=False)
@@ -225,6 +225,9 @@ class Deferred(Tensor):
     ) -> Any:  # calls that reach C++ without a torch function
         name = str(func)
         return func(*_computed(args, name), **{key: _compute(arg, name) for key, arg in (kwargs or {}).items()})
+
+
+break_graphs_at(Deferred.__torch_function__.__func__, "logits in chunks are computed between compiled graphs")
 
 
 def _compute(arg: Any, name: str) -> Any:
