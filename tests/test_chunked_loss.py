@@ -278,9 +278,11 @@ def test_logits_that_were_computed_without_gradients_have_none() -> None:
 
 def test_without_gradients_none_are_computed() -> None:
     model = Words()
-    with chunked_loss(model, evaluation=True), torch.no_grad(), Results() as results:
-        LOSSES["flat"](model(IDS))
-    assert not any(shape == model.lm_head.weight.shape for shape in results.shapes)
+    with chunked_loss(model, evaluation=True):
+        for with_grad in (False, True):
+            with torch.set_grad_enabled(with_grad), Results() as results:
+                LOSSES["flat"](model(IDS))
+            assert (torch.ops.aten.addmm_.default in results.functions) == with_grad
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -384,14 +386,16 @@ def test_only_the_bias_trains() -> None:
 
 
 class Results(TorchDispatchMode):
-    """Notes the shapes of all results."""
+    """Notes all functions and the shapes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[torch.Size] = set()
+        self.functions: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.functions.add(func)
         self.shapes |= {x.shape for x in tree_leaves(result) if isinstance(x, Tensor)}
         return result
 

@@ -120,8 +120,8 @@ def add_product(total: Tensor, gradient: Tensor, x: Tensor) -> None:
     elif gradient.dtype is torch.float16 and x.numel() and gradient.numel():
         # The sum over rows may exceed the largest number of float16 where neither factor does.
         most = gradient.abs().amax().float() * x.abs().amax().float() * x.shape[0]
-        scale = (2.0**15 / most).clamp(max=1.0)
-        total += (gradient.t() @ (x * scale).to(x.dtype)) / scale.to(total.dtype)
+        scale = (2.0**15 / most).log2().floor().clamp(max=0.0).exp2()
+        total += (gradient.t() @ (x * scale).to(x.dtype)).to(total.dtype) / scale
     else:
         total += gradient.t() @ x
 

@@ -198,6 +198,7 @@ class Deferred(Tensor):
                 followed = self.of(self.hidden, step)
         if isinstance(followed, Deferred) and followed is not self:
             followed.origin, followed.parent = lambda name: func(self.compute(name), *args, **kwargs), self
+            followed.with_grad = followed.with_grad and self.with_grad
         return followed
 
     def rows_in_chunk(self, itemsize: int) -> int:
