@@ -1,7 +1,7 @@
 """Random heads and losses in chunks of rows: the numbers of plain PyTorch in float64, and never all logits.
 
-Each case draws a head, a loss, dtypes, shapes and what happens around them. The loss and all gradients are compared with
-those of the same program in float64 that computes all logits. Their relative error stays below ``BOUNDS``, or below
+Each case draws a head, a loss, dtypes, shapes and what happens around them. The loss and all gradients are compared
+with those of the same program in float64 that computes all logits. Their relative error stays below ``BOUNDS``, or below
 three times the error that plain PyTorch has in the dtypes of the case.
 
 ``python -m tests.test_chunked_fuzz --seconds 300 --first 1000`` runs other cases for as long as it is told to.
@@ -276,9 +276,7 @@ def loss_of(case: Case, net: Net, teacher: Net, data: Data, in_chunks: bool) -> 
     options["chunk_nbytes"] = case.rows * net.usable * (8 if case.dtype is torch.float64 else 4)
     if case.takes_head:
         pair = teacher.hidden(data.words), teacher.head
-        return loss_of_rows(
-            case, chunked_rows(net.hidden(data.words), net.head, data.target, teacher=pair, **options)
-        )
+        return loss_of_rows(case, chunked_rows(net.hidden(data.words), net.head, data.target, teacher=pair, **options))
     return loss_of_rows(case, chunked_rows(net(data.words), None, data.target, teacher=teacher(data.words), **options))
 
 

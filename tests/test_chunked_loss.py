@@ -110,9 +110,9 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
         * torch.linspace(0, 1, 60)
     ).mean(),
     "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), LABELS),
-    "classes second, each": lambda logits: (
-        F.cross_entropy((2.0 * logits.permute(0, 2, 1)).contiguous(), IDS, reduction="none")[0].sum()
-    ),
+    "classes second, each": lambda logits: F.cross_entropy(
+        (2.0 * logits.permute(0, 2, 1)).contiguous(), IDS, reduction="none"
+    )[0].sum(),
     "where a mask is": lambda logits: F.cross_entropy(logits[LABELS != -100], LABELS[LABELS != -100]),
     "of some sequences": lambda logits: F.cross_entropy(
         logits[torch.tensor([2, 0])].to(dtype=logits.dtype).flatten(0, 1), LABELS[[2, 0]].flatten()
@@ -356,10 +356,7 @@ def test_between_compiled_graphs(inside: bool) -> None:
 
     def run(compiled: Callable[..., Any]) -> list[Tensor]:
         model.zero_grad()
-        if inside:
-            loss = compiled(lambda: LOSSES["scaled"](model(IDS)))()
-        else:
-            loss = LOSSES["scaled"](compiled(model)(IDS))
+        loss = compiled(lambda: LOSSES["scaled"](model(IDS)))() if inside else LOSSES["scaled"](compiled(model)(IDS))
         loss.backward()
         return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
 

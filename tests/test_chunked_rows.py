@@ -262,7 +262,8 @@ def test_a_target_that_is_no_class_is_refused() -> None:
 
 def test_logits_that_are_there_already_are_refused() -> None:
     with pytest.raises(
-        RewriteError, match=r"hidden without a head, but it is no result of a head under chunked_loss, "
+        RewriteError,
+        match=r"hidden without a head, but it is no result of a head under chunked_loss with the classes last",
     ):
         chunked_rows(torch.ones(2, 3))
 
@@ -296,5 +297,5 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 def test_logits_with_the_classes_second_are_refused() -> None:
     head = nn.Linear(8, 6)
-    with chunked_loss(head, ""), pytest.raises(RewriteError, match="as it came out of the head"):
+    with chunked_loss(head, ""), pytest.raises(RewriteError, match="under chunked_loss with the classes last"):
         chunked_rows(head(torch.ones(2, 3, 8)).transpose(1, 2))

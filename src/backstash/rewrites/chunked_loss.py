@@ -48,7 +48,7 @@ class ChunkedLoss:
         self.distance, self.where = math.nan, ""
         self._layer: nn.Linear | None = layer
         self._tally = Tally()
-        layer.forward = _HeadForward(layer, chunk_nbytes, evaluation, self._tally)  # type: ignore[method-assign]
+        layer.forward = _HeadForward(layer, chunk_nbytes, evaluation, self._tally)  # type: ignore[method-assign,assignment]
 
     @property
     def losses(self) -> int:
@@ -130,8 +130,9 @@ def chunked_loss(
 
     A copy of the model, also one by pickle, computes its logits in chunks as well, and ``undo`` does not reach it.
     ``torch.compile`` ends a graph at the head and at the loss, so that ``fullgraph=True`` is an error. In a reentrant
-    checkpoint, whose forward pass has no gradients, the logits are whole. ``DistributedDataParallel`` has to wrap the loss as well, as it does for models of
-    transformers, if it is asked for ``find_unused_parameters`` or ``static_graph``.
+    checkpoint, whose forward pass has no gradients, the logits are whole. ``DistributedDataParallel`` has to wrap the
+    loss as well, as it does for models of transformers, if it is asked for ``find_unused_parameters`` or
+    ``static_graph``.
 
     Args:
         model: the model.

@@ -24,7 +24,7 @@ from backstash.rewrites.chunked_loss import CHUNK_NBYTES
 from backstash.rewrites.cross_entropy import check_classes, product_dtype
 from backstash.rewrites.deferred import Deferred
 from backstash.rewrites.logit_steps import LogitStep
-from backstash.rewrites.row_numbers import RowNumbers, RowSettings, Way
+from backstash.rewrites.row_numbers import LogitFormula, RowNumbers, RowSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +147,9 @@ class _Head:
         return self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias
 
     @property
-    def way(self) -> Way:
+    def way(self) -> LogitFormula:
         """How its logits are computed."""
-        return Way(self.product, self.steps)
+        return LogitFormula(self.product, self.steps)
 
 
 def _head_call(hidden: object, head: object, name: str) -> _Head:
@@ -161,8 +161,8 @@ def _head_call(hidden: object, head: object, name: str) -> _Head:
     if not isinstance(head, nn.Linear):
         if head is None:
             raise RewriteError(
-                f"chunked_rows was asked for {name} without a head, but it is no result of a head under chunked_loss, as "
-                f"it came out of the head. Pass the head, or call the model under backstash.rewrites.chunked_loss(model)."
+                f"chunked_rows was asked for {name} without a head, but it is no result of a head under chunked_loss "
+                f"with the classes last. Pass the head, or call the model under backstash.rewrites.chunked_loss(model)."
             )
         raise RewriteError(f"chunked_rows was asked for the head {head!r:.80}, but it computes logits of an nn.Linear.")
     if (

@@ -157,8 +157,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             safe = torch.where(kept, target, 0)
             precise = torch.float64 if settings.dtype is torch.float64 else torch.float32
             counts = kept.to(precise)
-            spread, spread_sum = torch.full((), smoothing / max(1, weight.shape[0]), dtype=precise), smoothing
-            spread = spread.to(hidden.device)
+            spread = torch.full((), smoothing / max(1, weight.shape[0]), dtype=precise, device=hidden.device)
+            spread_sum: Tensor | float = smoothing
             if class_weight is not None:
                 class_weight = class_weight.to(precise)
                 counts, spread = counts * class_weight[safe], spread * class_weight

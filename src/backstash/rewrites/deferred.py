@@ -26,7 +26,7 @@ from backstash.rewrites.cross_entropy import (
     product_dtype,
 )
 from backstash.rewrites.logit_steps import LogitStep, step_for
-from backstash.rewrites.row_numbers import RowNumbers, RowSettings, Way
+from backstash.rewrites.row_numbers import LogitFormula, RowNumbers, RowSettings
 from backstash.torch_internals import break_graphs_at, no_torch_function_subclass
 
 
@@ -228,7 +228,7 @@ class Deferred(Tensor):
         return func(*_computed(args, name), **{key: _compute(arg, name) for key, arg in (kwargs or {}).items()})
 
 
-break_graphs_at(Deferred.__torch_function__.__func__, "logits in chunks are computed between compiled graphs")
+break_graphs_at(vars(Deferred)["__torch_function__"].__func__, "logits in chunks are computed between compiled graphs")
 
 
 def _compute(arg: Any, name: str) -> Any:
@@ -306,7 +306,7 @@ def _index(logits: Deferred, index: Any) -> Deferred | None:
     """Indexes ``hidden`` in the same way, if the index takes all classes or the first ones."""
     if type(index) is Tensor and index.dtype in (torch.bool, torch.int64):
         taken = index.dim() if index.dtype is torch.bool else 1
-        return logits.of(logits.hidden[index]) if 0 < index.dim() and taken < logits.dim() else None
+        return logits.of(logits.hidden[index]) if index.dim() > 0 and taken < logits.dim() else None
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, (slice, int)) or part is Ellipsis for part in parts):
         return None
@@ -405,10 +405,8 @@ def _entropy_of_rows(
     if smoothing:
         spread = torch.full(head.shape[:1], smoothing / head.shape[0], dtype=precise, device=hidden.device)
         spread = spread if weight is None else spread * weight.to(precise)
-    way = Way(call.product, logits.steps)
-    settings = RowSettings(
-        logits.rows_in_chunk(precise.itemsize), 1.0, ignore_index, way, with_entropy=False
-    )
+    way = LogitFormula(call.product, logits.steps)
+    settings = RowSettings(logits.rows_in_chunk(precise.itemsize), 1.0, ignore_index, way, with_entropy=False)
     others = (None, None, None)
     found = RowNumbers.apply(hidden.reshape(-1, hidden.shape[-1]), head, bias, target, spread, *others, settings)
     kept = target != ignore_index

@@ -19,7 +19,7 @@ from backstash.rewrites.logit_steps import LogitStep, apply_steps, gradient_befo
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class LogitFormula:
     """How a head's logits are computed. It holds no tensor that backward reads: autograd does, as its hooks say.
 
     Attributes:
@@ -67,8 +67,8 @@ class RowSettings:
     rows: int
     temperature: float
     ignore_index: int
-    own: Way
-    other: Way | None = None
+    own: LogitFormula
+    other: LogitFormula | None = None
     with_entropy: bool = True
 
 
