@@ -1,8 +1,8 @@
 """Random heads and losses in chunks of rows: the numbers of plain PyTorch in float64, and never all logits.
 
 Each case draws a head, a loss, dtypes, shapes and what happens around them. The loss and all gradients are compared
-with those of the same program in float64 that computes all logits. Their relative error stays below ``BOUNDS``, or below
-three times the error that plain PyTorch has in the dtypes of the case.
+with those of the same program in float64 that computes all logits. Their relative error stays below ``BOUNDS``, or
+below three times the error that plain PyTorch has in the dtypes of the case.
 
 ``python -m tests.test_chunked_fuzz --seconds 300 --first 1000`` runs other cases for as long as it is told to.
 """
@@ -332,8 +332,12 @@ def step(case: Case, net: Net, teacher: Net, data: Data, in_chunks: bool, scale:
 
 
 def distance(found: Tensor, expected: Tensor, floor: float) -> float:
-    """Returns how far numbers are apart, relative to their length; equal infinities and NaNs are equal."""
-    same = (found == expected) | (found.isnan() & expected.isnan())
+    """Returns how far numbers are apart, relative to their length.
+
+    Infinities are equal to themselves. A gradient of plain PyTorch is a NaN where the targets' classes all count
+    nothing, and any number will do then.
+    """
+    same = (found == expected) | expected.isnan()
     found, expected = found.masked_fill(same, 0.0), expected.where(~same | expected.isfinite(), 0.0)
     apart = (found - expected.masked_fill(same, 0.0)).norm().item()
     return apart / max(expected.norm().item(), floor) if apart else 0.0
@@ -362,7 +366,7 @@ def check(case: Case) -> None:
     assert list(found) == list(expected), f"{list(found)} in place of {list(expected)}"
     bound = BOUNDS[case.coarsest]
     for name, value in expected.items():
-        floor = 1e-2 * max([1e-3, *(x.norm().item() for x in expected.values() if x.isfinite().all())])
+        floor = 1e-2 * max([1e-1, *(x.norm().item() for x in expected.values() if x.isfinite().all())])
         apart, usual = distance(found[name], value, floor), distance(plain[name], value, floor)
         assert not apart > max(bound, 3.0 * usual), f"{name} is {apart:.3g} apart, and {usual:.3g} in plain PyTorch"
         assert not math.isnan(apart) or math.isnan(usual), f"{name} is no number: {found[name]}"
