@@ -166,7 +166,7 @@ class Deferred(Tensor):
     def is_output(self) -> bool:
         """Whether a function of autograd has returned them, such as a reentrant checkpoint, whose gradient it takes."""
         with no_torch_function_subclass():
-            return self.requires_grad
+            return bool(self.requires_grad)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -276,6 +276,10 @@ def _view(logits: Deferred, *shape: Any) -> Deferred | None:
 def _flatten(logits: Deferred, start_dim: int = 0, end_dim: int = -1) -> Deferred | None:
     last = end_dim % logits.dim()
     return logits.of(logits.hidden.flatten(start_dim, last)) if last < logits.dim() - 1 else None
+
+
+def _requires_grad(logits: Deferred) -> bool:
+    return logits.with_grad and any(x is not None and x.requires_grad for x in logits.inputs)
 
 
 def _clone(logits: Deferred, *, memory_format: object = None) -> Deferred:
@@ -427,6 +431,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
     Tensor.contiguous: lambda logits: logits,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     Tensor.clone: _clone,
     torch.clone: _clone,
     Tensor.detach: _detach,
@@ -441,6 +446,7 @@ Each returns deferred logits or the loss, or None if it cannot follow the call.
 """
 
 _FOLLOWED_ANYWHERE = {
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     *(Tensor.float, Tensor.to, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, F.cross_entropy),
 }
 """Those of them that deferred logits follow also where the classes are their second dimension."""
