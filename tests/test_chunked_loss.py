@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -421,6 +422,17 @@ def test_a_step_of_ten_billion_logits_never_has_them(name: str) -> None:
         assert largest == tokens * classes > 18 * weight
     else:
         assert largest <= max(weight, chunk_nbytes // 2)
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_in_fake_tensors(autocasts: bool) -> None:
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        model, target = Words(), torch.zeros(60, dtype=torch.int64)
+        with chunked_loss(model) as rewrite:
+            for reduction in ("mean", "none"):
+                F.cross_entropy(model(words()).view(-1, 101), target, reduction=reduction).sum().backward()
+            chunked_rows(model(words()).view(-1, 101), target=target).entropy.sum().backward()
+    assert rewrite.losses == 2 and not rewrite.whole and model.lm_head.weight.grad is not None
 
 
 def log_probs_of(rows: LogitRows) -> Tensor:
