@@ -114,6 +114,9 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "classes second, each": lambda logits: F.cross_entropy(
         (2.0 * logits.permute(0, 2, 1)).contiguous(), IDS, reduction="none"
     )[0].sum(),
+    "by names": lambda logits: F.cross_entropy(
+        input=logits.contiguous(memory_format=torch.contiguous_format).transpose(dim0=1, dim1=-1), target=LABELS
+    ),
     "where a mask is": lambda logits: F.cross_entropy(logits[LABELS != -100], LABELS[LABELS != -100]),
     "of some sequences": lambda logits: F.cross_entropy(
         logits[torch.tensor([2, 0])].to(dtype=logits.dtype).flatten(0, 1), LABELS[[2, 0]].flatten()
@@ -127,6 +130,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "in numbers": lambda logits: (2 * logits + 1).mean() + logits.view(-1)[3],
     "scaled by a tensor": lambda logits: (logits * SHIFT).sum() + (logits + logits).square().mean(),
     "another operator": lambda logits: (1.0 / (logits + 10.0)).sum() + torch.add(logits, SHIFT, alpha=2).tanh().sum(),
+    "more by names": lambda logits: (
+        logits.add(SHIFT, alpha=2).square().mean() + logits.permute(dims=(2, 0, 1)).square().sum()
+    ),
     "flattened whole": lambda logits: logits.flatten().square().mean(),
     "probabilities": lambda logits: F.cross_entropy(logits.view(-1, 101), torch.full((60, 101), 1 / 101)),
 }

@@ -258,9 +258,9 @@ _FACTS = {
 """Functions that read no number of the logits."""
 
 
-def _view(logits: Deferred, *shape: Any) -> Deferred | None:
+def _view(logits: Deferred, *shape: Any, **named: Any) -> Deferred | None:
     sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
-    if not sizes or not all(isinstance(size, int) for size in sizes):
+    if named or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     classes = logits.call.weight.shape[0]
     if sizes[-1] == -1:  # view infers this size, which must be the number of classes
@@ -282,6 +282,14 @@ def _requires_grad(logits: Deferred) -> bool:
     return logits.with_grad and any(x is not None and x.requires_grad for x in logits.inputs)
 
 
+def _float(logits: Deferred, *, memory_format: object = None) -> Deferred:
+    return logits.of(logits.hidden, LogitStep("as", torch.float32))
+
+
+def _contiguous(logits: Deferred, *, memory_format: object = None) -> Deferred:
+    return logits
+
+
 def _clone(logits: Deferred, *, memory_format: object = None) -> Deferred:
     return logits.of(logits.hidden)
 
@@ -291,17 +299,17 @@ def _detach(logits: Deferred) -> Deferred:
         return logits.of(logits.hidden)
 
 
-def _transpose(logits: Deferred, first: int, second: int) -> Deferred | None:
+def _transpose(logits: Deferred, dim0: int, dim1: int) -> Deferred | None:
     dims = list(range(logits.dim()))
-    dims[first], dims[second] = dims[second], dims[first]
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
     return _permute(logits, *dims)
 
 
-def _permute(logits: Deferred, *dims: Any) -> Deferred | None:
+def _permute(logits: Deferred, *dims: Any, **named: Any) -> Deferred | None:
     """Puts the classes second, where ``cross_entropy`` has them for logits of more dimensions."""
     order = list(dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims)
     last = logits.dim() - 1
-    if last < 2 or [dim % logits.dim() for dim in order] != [0, last, *range(1, last)]:
+    if named or last < 2 or [dim % logits.dim() for dim in order] != [0, last, *range(1, last)]:
         return None
     return Deferred(logits.hidden, logits.call, logits.steps, classes_second=True)
 
@@ -327,12 +335,12 @@ def _index(logits: Deferred, index: Any) -> Deferred | None:
     return Deferred(hidden, replace(call, weight=call.weight[: first.stop], bias=bias), logits.steps)
 
 
-def _add(logits: Deferred, other: object) -> Deferred | None:
+def _add(logits: Deferred, other: object, **named: Any) -> Deferred | None:
     """Takes a parameter that is added to the result of a head without a bias for the head's bias."""
     call = logits.call
     if not isinstance(other, nn.Parameter) or other.dtype is not logits.dtype or call.bias is not None or logits.steps:
         return None
-    if other.shape != call.weight.shape[:1]:
+    if named or other.shape != call.weight.shape[:1]:
         return None
     versions = (*call.versions, (other, other._version))
     return Deferred(logits.hidden, replace(call, bias=other, versions=versions))
@@ -426,11 +434,11 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.reshape: _view,
     Tensor.flatten: _flatten,
     Tensor.__getitem__: _index,
-    Tensor.float: lambda logits: logits.of(logits.hidden, LogitStep("as", torch.float32)),
+    Tensor.float: _float,
     Tensor.to: _to,
     Tensor.add: _add,
     Tensor.__add__: _add,
-    Tensor.contiguous: lambda logits: logits,
+    Tensor.contiguous: _contiguous,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     Tensor.clone: _clone,
     torch.clone: _clone,
@@ -438,6 +446,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.transpose: _transpose,
     torch.transpose: _transpose,
     Tensor.permute: _permute,
+    torch.permute: _permute,
     F.cross_entropy: _cross_entropy,
 }
 """Functions that programs apply between a head and its loss, and how deferred logits follow them.
