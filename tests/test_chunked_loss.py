@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from backstash.errors import RewriteError
 from backstash.report.meter import CountedPeak
-from backstash.rewrites import chunked_loss, chunked_rows
+from backstash.rewrites import LogitRows, chunked_loss, chunked_rows
 from backstash.rewrites.cross_entropy import ChunkedCrossEntropy
 
 
@@ -86,16 +96,43 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
         logits[..., :90].view(-1, 90), torch.where(LABELS < 90, LABELS, -100).view(-1)
     ),
     "moved": lambda logits: F.cross_entropy((logits + SHIFT.to(logits.dtype)).view(-1, 101), LABELS.view(-1)),
+    "weighted": lambda logits: F.cross_entropy(
+        logits.view(-1, 101), LABELS.view(-1), weight=SHIFT.squeeze(0).abs().to(logits.dtype), label_smoothing=0.2
+    ),
+    "each": lambda logits: F.cross_entropy(logits.view(-1, 101), LABELS.view(-1), reduction="none").mean(),
+    "each, weighted": lambda logits: (
+        F.cross_entropy(
+            logits.view(-1, 101),
+            LABELS.view(-1),
+            weight=SHIFT.squeeze(0).abs().to(logits.dtype),
+            label_smoothing=0.2,
+            reduction="none",
+        )
+        * torch.linspace(0, 1, 60)
+    ).mean(),
+    "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), LABELS),
+    "classes second, each": lambda logits: F.cross_entropy(
+        (2.0 * logits.permute(0, 2, 1)).contiguous(), IDS, reduction="none"
+    )[0].sum(),
+    "by names": lambda logits: F.cross_entropy(
+        input=logits.contiguous(memory_format=torch.contiguous_format).transpose(dim0=1, dim1=-1), target=LABELS
+    ),
+    "where a mask is": lambda logits: F.cross_entropy(logits[LABELS != -100], LABELS[LABELS != -100]),
+    "of some sequences": lambda logits: F.cross_entropy(
+        logits[torch.tensor([2, 0])].to(dtype=logits.dtype).flatten(0, 1), LABELS[[2, 0]].flatten()
+    ),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "weighted": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), weight=torch.ones(101)),
-    "each": lambda logits: F.cross_entropy(logits.view(-1, 101), IDS.view(-1), reduction="none").mean(),
-    "classes second": lambda logits: F.cross_entropy(logits.transpose(1, 2), IDS),
+    "capped with the classes second": lambda logits: (logits.permute(0, 2, 1) + SHIFT.view(-1, 1)).square().mean(),
+    "by taking rows of classes": lambda logits: logits[IDS[:, 0] % 3, IDS[:, 1] % 20, IDS[:, 2]].square().mean(),
     "some classes": lambda logits: logits[..., :50].square().sum(),
     "by hand": lambda logits: -logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).mean(),
     "in numbers": lambda logits: (2 * logits + 1).mean() + logits.view(-1)[3],
     "scaled by a tensor": lambda logits: (logits * SHIFT).sum() + (logits + logits).square().mean(),
     "another operator": lambda logits: (1.0 / (logits + 10.0)).sum() + torch.add(logits, SHIFT, alpha=2).tanh().sum(),
+    "more by names": lambda logits: (
+        logits.add(SHIFT, alpha=2).square().mean() + logits.permute(dims=(2, 0, 1)).square().sum()
+    ),
     "flattened whole": lambda logits: logits.flatten().square().mean(),
     "probabilities": lambda logits: F.cross_entropy(logits.view(-1, 101), torch.full((60, 101), 1 / 101)),
 }
@@ -104,17 +141,17 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("chunk_nbytes", [1, 404 * 7, 1 << 20])
 @pytest.mark.parametrize("kind", [{}, {"tied": True}, {"bias": True}])
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_same_sum(name: str, kind: dict[str, bool], chunk_nbytes: int, chunks: list[int]) -> None:
+def test_the_same_sum(name: str, kind: dict[str, bool], chunk_nbytes: int) -> None:
     model = Words(**kind).double()
     model_in_float = Words(**kind)
     for one, close in ((model, 1e-13 if name not in ("in float32", "to", "capped") else 1e-6), (model_in_float, 1e-5)):
         expected = step(one, LOSSES[name], IDS)
-        with chunked_loss(one, chunk_nbytes=chunk_nbytes):
+        with chunked_loss(one, chunk_nbytes=chunk_nbytes) as rewrite:
             got = step(one, LOSSES[name], IDS)
+        assert (rewrite.losses, rewrite.whole) == (1, ())
         for a, b in zip(expected, got, strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(b, a, rtol=close, atol=close)
-    assert len(chunks) == 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -160,6 +197,253 @@ def test_everything_ignored_is_nan_as_ever() -> None:
     with chunked_loss(model):
         loss = F.cross_entropy(model(IDS).view(-1, 101), none)
     assert loss.isnan() and F.cross_entropy(model(IDS).view(-1, 101), none).isnan()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_are_zeros_where_no_row_counts(reduction: str) -> None:
+    """So a batch of padding does not spoil the gradients of others with which it is added up."""
+    model = Words(bias=True)
+    with chunked_loss(model) as rewrite:
+        found = step(
+            model,
+            lambda logits: F.cross_entropy(
+                logits.view(-1, 101), torch.full((60,), -100), reduction=reduction, label_smoothing=0.1
+            ).sum(),
+            IDS,
+        )
+    assert rewrite.losses == 1 and len(found) == 1 + len(list(model.parameters()))
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in found[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_scale_is_not_known_when_gradients_are_computed(reduction: str, dtype: torch.dtype) -> None:
+    """A GradScaler multiplies a loss, which is float32 under autocast, by 65,536."""
+    model, ids = Words(words=400, width=8), words((4, 50), 400)
+    scale = 65536.0 if reduction == "mean" else 64.0
+
+    def loss(logits: Tensor) -> Tensor:
+        found = F.cross_entropy(logits.view(-1, 400), ids.view(-1), reduction=reduction)
+        assert found.dtype is torch.float32
+        return (found.mean() if reduction == "none" else found) * scale
+
+    exact = step(model, loss, ids)
+    with torch.autocast("cpu", dtype):
+        plain = step(model, loss, ids)
+        with chunked_loss(model, chunk_nbytes=400 * 4 * 30):
+            found = step(model, loss, ids)
+    for a, b, c in zip(exact, plain, found, strict=True):
+        assert (c - a).norm() <= max(2.0 * (b - a).norm().item(), 1e-3 * a.norm().item())
+
+
+def test_a_sum_over_rows_that_float16_cannot_hold() -> None:
+    head, hidden = nn.Linear(4, 3), torch.full((3000, 4), 60.0)
+    expected = torch.autograd.grad(F.cross_entropy(head(hidden), torch.zeros(3000, dtype=torch.int64)), head.weight)
+    with torch.autocast("cpu", torch.float16), chunked_loss(head, ""):
+        loss = F.cross_entropy(head(hidden), torch.zeros(3000, dtype=torch.int64))
+    torch.testing.assert_close(torch.autograd.grad(loss, head.weight), expected, rtol=2e-2, atol=1e-2)
+
+
+def test_a_copy_has_a_head_of_its_own() -> None:
+    model = Words()
+    expected = step(model, LOSSES["flat"], IDS)
+    with chunked_loss(model) as rewrite:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+    assert rewrite.losses == 0
+    for other in copies:
+        for a, b in zip(step(other, LOSSES["flat"], IDS), expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_logits_of_logits_that_have_changed_since_are_refused() -> None:
+    model = Words()
+    with chunked_loss(model):
+        logits = model(IDS)
+        flat = logits.view(-1, 101)
+        logits.div_(2.0)  # which flat would see
+        for read in (torch.argmax, lambda x: F.cross_entropy(x, IDS.view(-1)), lambda x: chunked_rows(x)):
+            with pytest.raises(RewriteError, match="those that they were made from were changed in place since"):
+                read(flat)
+        changed = F.cross_entropy(logits.view(-1, 101), IDS.view(-1))
+    assert torch.equal(changed, F.cross_entropy(model(IDS).div_(2.0).view(-1, 101), IDS.view(-1)))
+
+
+def test_logits_that_were_computed_without_gradients_have_none() -> None:
+    model = Words()
+    with chunked_loss(model, evaluation=True) as rewrite:
+        with torch.no_grad():
+            logits = model(IDS)
+        for each in (logits, model(IDS).detach()):
+            for reduction in ("mean", "none"):
+                assert not F.cross_entropy(each.view(-1, 101), IDS.view(-1), reduction=reduction).requires_grad
+            assert not chunked_rows(each).normaliser.requires_grad
+        assert F.cross_entropy(model(IDS).clone().view(-1, 101), IDS.view(-1)).requires_grad
+    assert not rewrite.whole
+
+
+def test_without_gradients_none_are_computed() -> None:
+    model = Words()
+    with chunked_loss(model, evaluation=True):
+        for with_grad in (False, True):
+            with torch.set_grad_enabled(with_grad), Results() as results:
+                LOSSES["flat"](model(IDS))
+            assert (torch.ops.aten.addmm_.default in results.functions) == with_grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_gradients_are_refused(reduction: str) -> None:
+    model = Words()
+    with chunked_loss(model):
+        loss = F.cross_entropy(model(IDS).view(-1, 101), IDS.view(-1), reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="with create_graph=True, but their gradients have no gradients"):
+            torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_in_a_checkpoint(with_loss: bool, use_reentrant: bool, evaluation: bool) -> None:
+    model, start = Words(), torch.zeros(16, requires_grad=True)
+
+    def logits(start: Tensor) -> Tensor:
+        return model.lm_head(model.body(model.embedding(IDS) + start))  # type: ignore[no-any-return]
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        if with_loss:
+            loss = checkpoint(lambda start: LOSSES["flat"](logits(start)), start, use_reentrant=use_reentrant)
+        else:
+            loss = LOSSES["flat"](checkpoint(logits, start, use_reentrant=use_reentrant))
+        loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+    expected = run()
+    with chunked_loss(model, evaluation=evaluation):
+        found = run()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss and its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words()
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.words(words)
+        return LOSSES["flat"](logits), logits
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_under_data_parallelism(options: dict[str, bool]) -> None:
+    model = WithLoss()
+    expected = step(model.words, LOSSES["flat"], IDS)[1:]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with chunked_loss(model, "words.lm_head") as rewrite:
+            parallel = DistributedDataParallel(model, **options)
+            for _ in range(2):
+                model.zero_grad()
+                parallel(IDS)[0].backward()
+    finally:
+        dist.destroy_process_group()
+    assert rewrite.losses == 2 and bool(rewrite.whole) == bool(options)  # which ask for the logits' grad_fn
+    for a, b in zip([x.grad for x in model.parameters()], expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "step"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_between_compiled_graphs(inside: bool) -> None:
+    model = Words(bias=True)
+
+    def run(compiled: Callable[..., Any]) -> list[Tensor]:
+        model.zero_grad()
+        loss = compiled(lambda: LOSSES["scaled"](model(IDS)))() if inside else LOSSES["scaled"](compiled(model)(IDS))
+        loss.backward()
+        return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+    expected = run(lambda function: function)
+    torch._dynamo.reset()
+    with chunked_loss(model) as rewrite:
+        found = run(lambda function: torch.compile(function, backend="aot_eager"))
+    torch._dynamo.reset()
+    assert (rewrite.losses, rewrite.whole) == (1, ())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_only_the_bias_trains() -> None:
+    model = Words(bias=True).requires_grad_(False)
+    assert model.lm_head.bias is not None
+    model.lm_head.bias.requires_grad_()
+    expected = step(model, LOSSES["flat"], IDS)
+    with chunked_loss(model) as rewrite:
+        found = step(model, LOSSES["flat"], IDS)
+    assert rewrite.losses == 1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Results(TorchDispatchMode):
+    """Notes all functions and the shapes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+        self.functions: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.functions.add(func)
+        self.shapes |= {x.shape for x in tree_leaves(result) if isinstance(x, Tensor)}
+        return result
+
+
+@pytest.mark.parametrize("name", ["mean", "none", "rows", "plain"])
+def test_a_step_of_ten_billion_logits_never_has_them(name: str) -> None:
+    """In shapes alone, for 65,536 tokens and 152,064 words, which a plain step in bfloat16 holds in 20 GB."""
+    tokens, width, classes, chunk_nbytes = 65536, 3584, 152064, 1 << 31
+    with torch.device("meta"):
+        head = nn.Linear(width, classes, bias=False, dtype=torch.bfloat16)
+        hidden = torch.empty(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        target = torch.empty(tokens, dtype=torch.int64)
+    rewritten = nullcontext() if name == "plain" else chunked_loss(head, "", chunk_nbytes=chunk_nbytes)
+    with Results() as results, rewritten:
+        logits = (30.0 * torch.tanh(head(hidden) / 30.0)).view(-1, classes)
+        if name == "rows":
+            rows = chunked_rows(logits, target=target, chunk_nbytes=chunk_nbytes)
+            loss = (rows.entropy - log_probs_of(rows)).mean()
+        else:
+            loss = F.cross_entropy(logits, target, reduction="none" if name == "none" else "mean").mean()
+        loss.backward()
+    assert hidden.grad is not None and head.weight.grad is not None
+    largest = max(shape.numel() for shape in results.shapes)
+    weight = width * classes
+    if name == "plain":
+        assert largest == tokens * classes > 18 * weight
+    else:
+        assert largest <= max(weight, chunk_nbytes // 2)
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_in_fake_tensors(autocasts: bool) -> None:
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        model, target = Words(), torch.zeros(60, dtype=torch.int64)
+        with chunked_loss(model) as rewrite:
+            for reduction in ("mean", "none"):
+                F.cross_entropy(model(words()).view(-1, 101), target, reduction=reduction).sum().backward()
+            chunked_rows(model(words()).view(-1, 101), target=target).entropy.sum().backward()
+    assert rewrite.losses == 2 and not rewrite.whole and model.lm_head.weight.grad is not None
+
+
+def log_probs_of(rows: LogitRows) -> Tensor:
+    assert rows.log_probs is not None
+    return rows.log_probs
 
 
 def test_a_target_that_is_no_class() -> None:

@@ -262,7 +262,8 @@ def test_a_target_that_is_no_class_is_refused() -> None:
 
 def test_logits_that_are_there_already_are_refused() -> None:
     with pytest.raises(
-        RewriteError, match=r"hidden without a head, but it is no result of a head under chunked_loss\."
+        RewriteError,
+        match=r"hidden without a head, but it is no result of a head under chunked_loss with the classes last",
     ):
         chunked_rows(torch.ones(2, 3))
 
@@ -270,3 +271,31 @@ def test_logits_that_are_there_already_are_refused() -> None:
 def test_a_teacher_of_other_classes_is_refused() -> None:
     with pytest.raises(RewriteError, match=r"2,\) rows of 5 classes with a teacher's \(2,\) rows of 6\. Pass the same"):
         chunked_rows(torch.ones(2, 3), nn.Linear(3, 5), teacher=(torch.ones(2, 3), nn.Linear(3, 6)))
+
+
+def test_classes_that_cannot_be_have_no_gradient() -> None:
+    """Their logits are minus infinity, as a model may mask words that fill up its vocabulary."""
+    head, hidden = nn.Linear(8, 6), torch.randn(5, 8, requires_grad=True)
+    with torch.no_grad():
+        head.bias[4:] = -torch.inf
+    teacher = torch.randn(5, 8), head
+    rows = chunked_rows(hidden, head, torch.arange(5) % 4, teacher=teacher)
+    short = nn.Linear(8, 4)
+    short.weight, short.bias = nn.Parameter(head.weight[:4]), nn.Parameter(head.bias[:4])
+    expected = plain_rows(hidden, short, torch.arange(5) % 4, teacher=(teacher[0], short))
+    for found, known in zip(vars(rows).values(), vars(expected).values(), strict=True):
+        torch.testing.assert_close(found, known)
+        gradients = (torch.autograd.grad(x.square().sum(), hidden, retain_graph=True) for x in (found, known))
+        torch.testing.assert_close(*gradients)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    head, hidden = nn.Linear(8, 6), torch.randn(5, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="with create_graph=True, but their gradients have no gradients"):
+        torch.autograd.grad(chunked_rows(hidden, head).entropy.sum(), hidden, create_graph=True)
+
+
+def test_logits_with_the_classes_second_are_refused() -> None:
+    head = nn.Linear(8, 6)
+    with chunked_loss(head, ""), pytest.raises(RewriteError, match="under chunked_loss with the classes last"):
+        chunked_rows(head(torch.ones(2, 3, 8)).transpose(1, 2))

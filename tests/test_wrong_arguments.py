@@ -92,7 +92,7 @@ TABLE: dict[str, tuple[Call, Call, dict[str, Any]]] = {  # the function, how it 
 }
 FREE = {  # what is only shown, or is asked when it is used: texts and switches
     *("Recompute.max_depth", "Recompute.max_inputs", "Recompute.within", "Recompute.any_producer"),
-    *("Recompute.exact_roots", "Recompute.max_moved", "chunked_loss.chunk_nbytes"),
+    *("Recompute.exact_roots", "Recompute.max_moved"),
     *(f"policies.register.{name}" for name in ("is_exact", "gradients", "does", "use_when", "is_candidate")),
 }
 ARGUMENTS = [

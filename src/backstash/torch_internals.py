@@ -585,6 +585,17 @@ def hide_from_dynamo(function: Callable[..., Any], and_all_below: bool = False) 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
 
 
+def break_graphs_at(function: Any, reason: str) -> None:
+    """Has torch.compile end a graph before a call of that function, which then runs as if nothing were compiled.
+
+    Args:
+        function: one that Dynamo cannot trace.
+        reason: what ``fullgraph=True`` says of it.
+    """
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+    hide_from_dynamo(function, and_all_below=True)
+
+
 _force_dispatch: Callable[[Any, Any], AbstractContextManager[None]] = find("_C._ForceDispatchKeyGuard")
 _outermost_dispatch = find("_C._dispatch_tls_local_include_set")(), find("_C._dispatch_tls_local_exclude_set")()
 

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backstash.arguments import check_model, check_step
+from backstash.arguments import check_count, check_model, check_step
 from backstash.errors import RewriteError
 from backstash.rewrites.deferred import Deferred, HeadCall, Tally
 from backstash.rewrites.differences import largest_distance, rounding_limit
 from backstash.rewrites.trials import Trials
+from backstash.torch_internals import break_graphs_at
 
 CHUNK_NBYTES = 16 << 20
 """Bytes of logits that exist at a time, by default."""
@@ -45,16 +47,8 @@ class ChunkedLoss:
         self.head = head
         self.distance, self.where = math.nan, ""
         self._layer: nn.Linear | None = layer
-        self._tally = tally = Tally()
-
-        def forward(hidden: Tensor) -> Tensor:
-            weight, bias = layer.weight, layer.bias
-            trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-            if not (trains or evaluation):
-                return F.linear(hidden, weight, bias)
-            return Deferred(hidden, HeadCall.begin(hidden, weight, bias, chunk_nbytes, tally))
-
-        layer.forward = forward  # type: ignore[method-assign,assignment]
+        self._tally = Tally()
+        layer.forward = _HeadForward(layer, chunk_nbytes, evaluation, self._tally)  # type: ignore[method-assign,assignment]
 
     @property
     def losses(self) -> int:
@@ -85,6 +79,33 @@ class ChunkedLoss:
         return f"the logits of {self.head!r} in chunks, sums in another order{proven}"
 
 
+@dataclass(eq=False)
+class _HeadForward:
+    """The forward of a rewritten head. A copy of the model, also by pickle, has one of its own.
+
+    Attributes:
+        layer: the head.
+        chunk_nbytes, evaluation: as for :func:`chunked_loss`.
+        tally: what becomes of the logits.
+    """
+
+    layer: nn.Linear
+    chunk_nbytes: int
+    evaluation: bool
+    tally: Tally
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        weight, bias = self.layer.weight, self.layer.bias
+        read = (x for x in (hidden, weight, bias) if x is not None)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in read)
+        if not (trains or self.evaluation):
+            return F.linear(hidden, weight, bias)
+        return Deferred(hidden, HeadCall.begin(hidden, weight, bias, self.chunk_nbytes, self.tally))
+
+
+break_graphs_at(_HeadForward.__call__, "a head whose logits come in chunks is called between compiled graphs")
+
+
 def chunked_loss(
     model: nn.Module,
     head: str | None = None,
@@ -96,14 +117,22 @@ def chunked_loss(
 ) -> ChunkedLoss:
     """Computes the logits of a model's head and their cross entropy for a few rows at a time.
 
-    This holds for ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices and the reduction "mean" or "sum",
-    with or without ``ignore_index`` and ``label_smoothing``, also if the program scales the logits before, caps them,
-    or adds a bias without a gradient. Every other function of the logits is computed as before, from all of them. For
-    what other losses read of each row there is :func:`chunked_rows`, which takes the head's result.
+    This holds for ``cross_entropy`` (``nn.CrossEntropyLoss``) with class indices, any reduction, ``weight``,
+    ``ignore_index`` and ``label_smoothing``, with the classes last or second, also if the program takes some rows of
+    the logits before, scales them, caps them, or adds a bias without a gradient. Every other function of the logits is
+    computed as before, from all of them. For what other losses read of each row there is :func:`chunked_rows`, which
+    takes the head's result.
 
-    Under autocast the products are computed in the dtype that autocast asks for. The gradients are computed in the
-    forward pass, so ``backward`` can run once: ``retain_graph`` and ``create_graph`` end in an error. A head's gradient
-    in bfloat16 or float16 is added up in float32.
+    Under autocast the products are computed in the dtype that autocast asks for, and the loss is float32. The gradients
+    are computed in the forward pass, so ``backward`` can run once: ``retain_graph`` ends in an error. With the
+    reduction "none" they are computed in backward, with the logits once more. ``create_graph`` is an error in either
+    case. A head's gradient in bfloat16 or float16 is added up in float32. Where no row counts, gradients are 0.
+
+    A copy of the model, also one by pickle, computes its logits in chunks as well, and ``undo`` does not reach it.
+    ``torch.compile`` ends a graph at the head and at the loss, so that ``fullgraph=True`` is an error. In a reentrant
+    checkpoint, whose forward pass has no gradients, the logits are whole. ``DistributedDataParallel`` has to wrap the
+    loss as well, as it does for models of transformers, if it is asked for ``find_unused_parameters`` or
+    ``static_graph``.
 
     Args:
         model: the model.
@@ -130,6 +159,7 @@ def chunked_loss(
         ...     loss = F.cross_entropy(model(words), words)
         >>> loss.backward()
     """
+    check_count(chunk_nbytes, "chunk_nbytes", "bytes", "chunked_loss")
     if chunk_nbytes < 1:
         raise RewriteError(f"chunked_loss was asked for chunks of {chunk_nbytes} bytes, but it needs at least 1.")
     check_model(model, "chunked_loss")

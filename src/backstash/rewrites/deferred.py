@@ -18,9 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash.errors import RewriteError
-from backstash.rewrites.cross_entropy import ChunkedCrossEntropy, EntropySettings
+from backstash.rewrites.cross_entropy import (
+    ChunkedCrossEntropy,
+    EntropySettings,
+    check_classes,
+    loss_dtype,
+    product_dtype,
+)
 from backstash.rewrites.logit_steps import LogitStep, step_for
-from backstash.torch_internals import no_torch_function_subclass
+from backstash.rewrites.row_numbers import LogitFormula, RowNumbers, RowSettings
+from backstash.torch_internals import break_graphs_at, no_torch_function_subclass
 
 
 @dataclass(eq=False)
@@ -59,10 +66,8 @@ class HeadCall:
     @classmethod
     def begin(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_nbytes: int, tally: Tally) -> HeadCall:
         """Returns the call that computes the logits of ``hidden`` now, [..., d]."""
-        device = hidden.device.type
-        product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         read = (x for x in (hidden, weight, bias) if x is not None and not x.is_inference())
-        return cls(weight, bias, chunk_nbytes, product, tuple((x, x._version) for x in read), tally)
+        return cls(weight, bias, chunk_nbytes, product_dtype(hidden), tuple((x, x._version) for x in read), tally)
 
     def check(self) -> None:
         """Checks that the product still has the numbers that it had when the head was called.
@@ -86,28 +91,59 @@ class Deferred(Tensor):
         call: the call of the head.
         steps: what is done to the logits.
         with_grad: whether the program had gradients enabled.
+        classes_second: whether the classes are the second dimension, and not the last one.
         origin: computes them from the logits that they follow from; None for the result of the head.
+        parent: the logits that they follow from; None for the result of the head.
         logits: the logits, if a function has needed them, [..., classes].
+        version: the version that ``logits`` had when they were computed.
     """
 
     hidden: Tensor
     call: HeadCall
     steps: tuple[LogitStep, ...]
     with_grad: bool
+    classes_second: bool
     origin: Callable[[str], Tensor] | None
+    parent: Deferred | None
     logits: Tensor | None
+    version: int
 
-    def __new__(cls, hidden: Tensor, call: HeadCall, steps: tuple[LogitStep, ...] = ()) -> Deferred:
+    def __new__(
+        cls, hidden: Tensor, call: HeadCall, steps: tuple[LogitStep, ...] = (), classes_second: bool = False
+    ) -> Deferred:
         """Returns the logits of ``hidden``, [..., classes], which are not computed yet."""
         dtype = call.product
         for step in steps:
             dtype = step.dtype(dtype)
+        rows, classes = hidden.shape[:-1], call.weight.shape[0]
         deferred: Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (*hidden.shape[:-1], call.weight.shape[0]), dtype=dtype, device=hidden.device
+            cls,
+            (rows[0], classes, *rows[1:]) if classes_second else (*rows, classes),
+            dtype=dtype,
+            device=hidden.device,
         )
         deferred.hidden, deferred.call, deferred.steps = hidden, call, steps
-        deferred.with_grad, deferred.origin, deferred.logits = torch.is_grad_enabled(), None, None
+        deferred.with_grad, deferred.classes_second = torch.is_grad_enabled(), classes_second
+        deferred.origin, deferred.parent, deferred.logits, deferred.version = None, None, None, 0
         return deferred
+
+    def check(self) -> None:
+        """Checks that the logits still have the numbers that they had when the program made them.
+
+        Raises:
+            RewriteError: the weights, the head's input, or logits that they follow from were changed since.
+        """
+        self.call.check()
+        parent = self.parent
+        while parent is not None:
+            logits = parent.logits
+            if logits is not None and not logits.is_inference() and logits._version != parent.version:
+                raise RewriteError(
+                    "logits were asked for that the rewrite chunked_loss had put off, but those that they were made "
+                    "from were changed in place since. Change logits before others are made from them, or undo the "
+                    "rewrite for this program."
+                )
+            parent = parent.parent
 
     def compute(self, name: str = "") -> Tensor:
         """Returns the logits, which are computed at the first call, as a plain program would have computed them.
@@ -116,31 +152,53 @@ class Deferred(Tensor):
             name: the function that needs them.
         """
         if self.logits is None:
+            self.check()
             # Somebody who looks at them without gradients must not be the reason why the loss has none.
             with torch.set_grad_enabled(self.with_grad):
                 self.logits = self._product(name) if self.origin is None else self.origin(name)
+            if self.is_output:
+                with torch.enable_grad(), no_torch_function_subclass():
+                    self.logits = self.clone()
+            self.version = 0 if self.logits.is_inference() else self.logits._version
         return self.logits
+
+    @property
+    def is_output(self) -> bool:
+        """Whether a function of autograd has returned them, such as a reentrant checkpoint, whose gradient it takes."""
+        with no_torch_function_subclass():
+            return bool(self.requires_grad)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The head's input, weight and bias, without gradients if the program had none enabled."""
+        hidden, weight, bias = self.hidden, self.call.weight, self.call.bias
+        if self.with_grad:
+            return hidden, weight, bias
+        return hidden.detach(), weight.detach(), None if bias is None else bias.detach()
 
     def _product(self, name: str) -> Tensor:
         call = self.call
-        call.check()
         call.tally.whole.setdefault(name)
         with torch.autocast(self.device.type, dtype=call.product, enabled=call.product is not call.weight.dtype):
             return F.linear(self.hidden, call.weight, call.bias)
 
     def of(self, hidden: Tensor, *more: LogitStep) -> Deferred:
         """Returns the deferred logits of other rows, or after more steps."""
-        return Deferred(hidden, self.call, (*self.steps, *more))
+        return Deferred(hidden, self.call, (*self.steps, *more), self.classes_second)
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call without computing all logits, or None if that cannot be done."""
-        follow = _FOLLOWED.get(func)
+        if self.is_output:
+            return None
+        follow = None if self.classes_second and func not in _FOLLOWED_ANYWHERE else _FOLLOWED.get(func)
         followed = None if follow is None else follow(self, *args, **kwargs)
         if followed is None and not kwargs:
             step = step_for(func, args, self.call.weight.shape[0])
-            followed = None if step is None else self.of(self.hidden, step)
+            if step is not None and not (self.classes_second and step.kind == "plus"):
+                followed = self.of(self.hidden, step)
         if isinstance(followed, Deferred) and followed is not self:
-            followed.origin = lambda name: func(self.compute(name), *args, **kwargs)
+            followed.origin, followed.parent = lambda name: func(self.compute(name), *args, **kwargs), self
+            followed.with_grad = followed.with_grad and self.with_grad
         return followed
 
     def rows_in_chunk(self, itemsize: int) -> int:
@@ -170,6 +228,9 @@ class Deferred(Tensor):
         return func(*_computed(args, name), **{key: _compute(arg, name) for key, arg in (kwargs or {}).items()})
 
 
+break_graphs_at(vars(Deferred)["__torch_function__"].__func__, "logits in chunks are computed between compiled graphs")
+
+
 def _compute(arg: Any, name: str) -> Any:
     """An argument with computed logits in place of deferred ones, one level of lists deep."""
     if isinstance(arg, Deferred):
@@ -197,9 +258,9 @@ _FACTS = {
 """Functions that read no number of the logits."""
 
 
-def _view(logits: Deferred, *shape: Any) -> Deferred | None:
+def _view(logits: Deferred, *shape: Any, **named: Any) -> Deferred | None:
     sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
-    if not sizes or not all(isinstance(size, int) for size in sizes):
+    if named or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     classes = logits.call.weight.shape[0]
     if sizes[-1] == -1:  # view infers this size, which must be the number of classes
@@ -217,8 +278,47 @@ def _flatten(logits: Deferred, start_dim: int = 0, end_dim: int = -1) -> Deferre
     return logits.of(logits.hidden.flatten(start_dim, last)) if last < logits.dim() - 1 else None
 
 
+def _requires_grad(logits: Deferred) -> bool:
+    return logits.with_grad and any(x is not None and x.requires_grad for x in logits.inputs)
+
+
+def _float(logits: Deferred, *, memory_format: object = None) -> Deferred:
+    return logits.of(logits.hidden, LogitStep("as", torch.float32))
+
+
+def _contiguous(logits: Deferred, *, memory_format: object = None) -> Deferred:
+    return logits
+
+
+def _clone(logits: Deferred, *, memory_format: object = None) -> Deferred:
+    return logits.of(logits.hidden)
+
+
+def _detach(logits: Deferred) -> Deferred:
+    with torch.no_grad():
+        return logits.of(logits.hidden)
+
+
+def _transpose(logits: Deferred, dim0: int, dim1: int) -> Deferred | None:
+    dims = list(range(logits.dim()))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(logits, *dims)
+
+
+def _permute(logits: Deferred, *dims: Any, **named: Any) -> Deferred | None:
+    """Puts the classes second, where ``cross_entropy`` has them for logits of more dimensions."""
+    order = list(dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims)
+    last = logits.dim() - 1
+    if named or last < 2 or [dim % logits.dim() for dim in order] != [0, last, *range(1, last)]:
+        return None
+    return Deferred(logits.hidden, logits.call, logits.steps, classes_second=True)
+
+
 def _index(logits: Deferred, index: Any) -> Deferred | None:
     """Indexes ``hidden`` in the same way, if the index takes all classes or the first ones."""
+    if type(index) is Tensor and index.dtype in (torch.bool, torch.int64):
+        taken = index.dim() if index.dtype is torch.bool else 1
+        return logits.of(logits.hidden[index]) if index.dim() > 0 and taken < logits.dim() else None
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, (slice, int)) or part is Ellipsis for part in parts):
         return None
@@ -235,24 +335,30 @@ def _index(logits: Deferred, index: Any) -> Deferred | None:
     return Deferred(hidden, replace(call, weight=call.weight[: first.stop], bias=bias), logits.steps)
 
 
-def _add(logits: Deferred, other: object) -> Deferred | None:
+def _add(logits: Deferred, other: object, **named: Any) -> Deferred | None:
     """Takes a parameter that is added to the result of a head without a bias for the head's bias."""
     call = logits.call
     if not isinstance(other, nn.Parameter) or other.dtype is not logits.dtype or call.bias is not None or logits.steps:
         return None
-    if other.shape != call.weight.shape[:1]:
+    if named or other.shape != call.weight.shape[:1]:
         return None
     versions = (*call.versions, (other, other._version))
     return Deferred(logits.hidden, replace(call, bias=other, versions=versions))
 
 
-def _to(logits: Deferred, *args: Any, **kwargs: Any) -> Deferred | None:
-    if kwargs or len(args) != 1:
+def _to(logits: Deferred, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Deferred | None:
+    for arg in args:
+        if isinstance(arg, torch.dtype):
+            dtype = arg
+        elif isinstance(arg, (str, torch.device)):
+            device = arg
+        else:
+            return None
+    if set(kwargs) - {"non_blocking"} or (dtype is not None and not dtype.is_floating_point):
         return None
-    dtype, device = (args[0], None) if isinstance(args[0], torch.dtype) else (None, args[0])
-    if dtype is not None:
-        return logits.of(logits.hidden, LogitStep("as", dtype)) if dtype.is_floating_point else None
-    return logits if isinstance(device, (str, torch.device)) and torch.device(device) == logits.device else None
+    if device is not None and torch.device(device) != logits.device:
+        return None
+    return logits if dtype is None else logits.of(logits.hidden, LogitStep("as", dtype))
 
 
 def _cross_entropy(
@@ -265,23 +371,61 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    plain = weight is None and size_average is None and reduce is None and 0.0 <= label_smoothing <= 1.0
-    if not plain or reduction not in ("mean", "sum") or logits.dim() != 2 or isinstance(target, Deferred):
+    plain = size_average is None and reduce is None and 0.0 <= label_smoothing <= 1.0
+    if not plain or reduction not in ("mean", "sum", "none") or isinstance(target, Deferred):
         return None
-    if target.dtype is not torch.int64 or target.shape != logits.shape[:1]:
+    (hidden, head, bias), call = logits.inputs, logits.call
+    rows, classes = hidden.shape[:-1], head.shape[0]
+    if not (logits.classes_second or logits.dim() == 2) or target.dtype is not torch.int64 or target.shape != rows:
         return None
-    classes = logits.call.weight.shape[0]
-    outside = (target != ignore_index) & ((target < 0) | (target >= classes))
-    if target.device.type == "cpu" and bool(outside.any()):
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")  # the message of cross_entropy
-    call = logits.call
-    call.check()
-    rows = logits.rows_in_chunk(logits.dtype.itemsize)
-    settings = EntropySettings(
-        ignore_index, reduction == "mean", rows, call.product, logits.dtype, label_smoothing, logits.steps
-    )
-    loss: Tensor = ChunkedCrossEntropy.apply(logits.hidden, call.weight, call.bias, target, settings)
+    result = loss_dtype(logits)
+    if weight is not None:
+        casts = result is not logits.dtype
+        is_plain = isinstance(weight, Tensor) and not weight.requires_grad and weight.shape == (classes,)
+        if not is_plain or (weight.dtype is not logits.dtype and not (casts and weight.is_floating_point())):
+            return None
+    check_classes(target, classes, ignore_index)
+    logits.check()
+    chosen = target.reshape(-1)
+    if reduction == "none":
+        loss = _entropy_of_rows(logits, chosen, weight, ignore_index, label_smoothing).to(result).view(rows)
+    else:
+        settings = EntropySettings(
+            ignore_index,
+            reduction == "mean",
+            logits.rows_in_chunk(logits.dtype.itemsize),
+            call.product,
+            logits.dtype,
+            result,
+            label_smoothing,
+            logits.steps,
+            torch.is_grad_enabled(),
+        )
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        loss = ChunkedCrossEntropy.apply(flat, head, bias, chosen, weight, settings)
     call.tally.chunked += 1
+    return loss
+
+
+def _entropy_of_rows(
+    logits: Deferred, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> Tensor:
+    """Returns the cross entropy of each row, [n], whose gradients are known in backward only."""
+    (hidden, head, bias), call = logits.inputs, logits.call
+    precise = torch.float64 if call.product is torch.float64 else torch.float32
+    spread = None
+    if smoothing:
+        spread = torch.full(head.shape[:1], smoothing / head.shape[0], dtype=precise, device=hidden.device)
+        spread = spread if weight is None else spread * weight.to(precise)
+    way = LogitFormula(call.product, logits.steps)
+    settings = RowSettings(logits.rows_in_chunk(precise.itemsize), 1.0, ignore_index, way, with_entropy=False)
+    others = (None, None, None)
+    found = RowNumbers.apply(hidden.reshape(-1, hidden.shape[-1]), head, bias, target, spread, *others, settings)
+    kept = target != ignore_index
+    counts = kept.to(precise) if weight is None else weight.to(precise)[torch.where(kept, target, 0)]
+    loss: Tensor = -(1.0 - smoothing) * counts * found[0]
+    if spread is not None:
+        loss = loss - torch.where(kept, found[-1], 0.0)
     return loss
 
 
@@ -290,14 +434,28 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.reshape: _view,
     Tensor.flatten: _flatten,
     Tensor.__getitem__: _index,
-    Tensor.float: lambda logits: logits.of(logits.hidden, LogitStep("as", torch.float32)),
+    Tensor.float: _float,
     Tensor.to: _to,
     Tensor.add: _add,
     Tensor.__add__: _add,
-    Tensor.contiguous: lambda logits: logits,
+    Tensor.contiguous: _contiguous,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.clone: _clone,
+    torch.clone: _clone,
+    Tensor.detach: _detach,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.permute: _permute,
+    torch.permute: _permute,
     F.cross_entropy: _cross_entropy,
 }
 """Functions that programs apply between a head and its loss, and how deferred logits follow them.
 
 Each returns deferred logits or the loss, or None if it cannot follow the call.
 """
+
+_FOLLOWED_ANYWHERE = {
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    *(Tensor.float, Tensor.to, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, F.cross_entropy),
+}
+"""Those of them that deferred logits follow also where the classes are their second dimension."""
