@@ -93,6 +93,7 @@ TABLE: dict[str, tuple[Call, Call, dict[str, Any]]] = {  # the function, how it 
 FREE = {  # what is only shown, or is asked when it is used: texts and switches
     *("Recompute.max_depth", "Recompute.max_inputs", "Recompute.within", "Recompute.any_producer"),
     *("Recompute.exact_roots", "Recompute.max_moved"),
+    "fit_batch.make_step",  # called, and its errors are the program's
     *(f"policies.register.{name}" for name in ("is_exact", "gradients", "does", "use_when", "is_candidate")),
 }
 ARGUMENTS = [
@@ -147,6 +148,14 @@ def test_a_wrong_argument_is_refused_by_an_error_that_says_what_to_do(
 def test_a_step_that_cannot_be_called_without_arguments_is_refused(call: Any, wrong: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [(None, "make_step=None"), (MODEL, "makes none"), (lambda n: 3, "the step 3")]
+)
+def test_what_makes_no_steps_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        bs.fit_batch(wrong, "1GiB", MODEL, most=1)
 
 
 def test_steps_of_many_kinds_are_accepted() -> None:

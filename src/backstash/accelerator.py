@@ -30,7 +30,7 @@ def kind_in_use() -> str | None:
 
 def is_here(device_type: str) -> bool:
     """Whether there are devices of this type: the CPU, or the accelerator."""
-    return device_type == "cpu" or device_type == kind()
+    return isinstance(device_type, str) and device_type in ("cpu", kind())
 
 
 def _module(device_type: str) -> Any:

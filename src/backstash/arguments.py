@@ -95,6 +95,16 @@ def check_count(number: object, name: str, unit: str, asked: str) -> None:
         raise ValueError(f"{asked} was asked for {name} above 2**62, but there are no so many {unit}. Pass fewer.")
 
 
+def check_switch(found: object, name: str, asked: str) -> None:
+    """Raises an error for what is neither True nor False.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(found, bool):
+        raise TypeError(f"{asked} was asked for {name}={_shown(found)}, but that is a switch. Pass True or False.")
+
+
 def is_path(path: object) -> bool:
     """Whether something names a file or a folder: a text without zero bytes, or a path."""
     return isinstance(path, (str, os.PathLike)) and isinstance(text := os.fspath(path), str) and "\0" not in text
@@ -140,11 +150,7 @@ def check_arguments(
                 f"Session was asked for stores={{{name!r}: {store!r}}}, but a name is a str, and a store has the "
                 f"methods of backstash.stores.Store. Pass one such as HostStore()."
             )
-    if not isinstance(overwrite_gradients, bool):
-        raise TypeError(
-            f"Session was asked for overwrite_gradients={overwrite_gradients!r}, but that is a switch. Pass True or "
-            f"False."
-        )
+    check_switch(overwrite_gradients, "overwrite_gradients", "Session")
     if stop_if_useless is not None and not isinstance(stop_if_useless, bool):
         raise TypeError(
             f"Session was asked for stop_if_useless={stop_if_useless!r}, but that is a switch. Pass True, False, or "

@@ -413,7 +413,8 @@ def graphed(
         model = session.model if model is None else model
     if model is None:
         raise TypeError(
-            "graphed needs the model, whose gradients lie in its graphs. Pass model=, or make the Session with it."
+            "graphed was asked to capture a step without a model, whose gradients lie in its graphs. Pass model=, or "
+            "make the Session with it."
         )
     check_model(model, "graphed")
     return GraphedStep(step, session, model, graphs, learning)

@@ -83,6 +83,7 @@ def fit_batch(
     Raises:
         BudgetError: not even ``start`` examples fit.
         PlanError: an argument means nothing.
+        TypeError: an argument is of another type.
 
     Example:
         >>> import torch
@@ -92,6 +93,16 @@ def fit_batch(
         >>> found.size >= found.plain_size > 0
         True
     """
+    if not callable(make_step) or isinstance(make_step, nn.Module):
+        raise TypeError(
+            f"fit_batch was asked for steps by make_step={make_step!r:.80}, but that makes none. Pass a function that "
+            f"takes a number of examples and returns a step."
+        )
+    if device is not None and not accelerator.is_here(device):
+        raise PlanError(
+            f"fit_batch was asked for device={device!r:.80}, but memory is planned of 'cpu', and of an "
+            f"accelerator where one is ({accelerator.kind() or 'none'} here). Leave device= out."
+        )
     for number, name in ((start, "start"), (grain, "grain"), *(() if most is None else ((most, "most"),))):
         check_count(number, name, "examples", "fit_batch")
         if not number:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from backstash import accelerator
+from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
 from backstash.planning.measure.link import measured, require_path
@@ -139,6 +140,8 @@ class Budgeted(Following):
                 f"training within a budget was asked for with of={of!r:.80}, but a budget is one of 'allocated' or of "
                 f"'reserved' memory. Pass one of these words."
             )
+        check_switch(agree, "agree", "training within a budget")
+        check_switch(strict, "strict", "training within a budget")
         self.of, self.strict = of, strict
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.tries = families(allow)
