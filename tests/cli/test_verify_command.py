@@ -174,6 +174,11 @@ def _shape(text: str) -> list[str]:
     return [re.sub(r"[ ]+", " ", re.sub(r"-?\d[\d.,]*(e[+-]\d+)?", "N", line)).strip() for line in text.splitlines()]
 
 
+def _first_lines(text: str) -> list[str]:
+    """What the report begins with, without the number of saved tensors, which is another one in each torch."""
+    return [re.sub(r"\d+ saved values", "N saved values", line) for line in text.splitlines()[:4]]
+
+
 def test_the_page_shows_the_real_output(
     invoke: Invoke, orders: list[VerifyRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -185,7 +190,7 @@ def test_the_page_shows_the_real_output(
     Path("train.py").write_text(script[1])
     result = invoke(*shlex.split(shown[1])[1:])
     assert sorted(_shape(result.stdout)) == sorted(_shape(shown[2]))
-    assert result.stdout.splitlines()[:4] == shown[2].splitlines()[:4]
+    assert _first_lines(result.stdout) == _first_lines(shown[2])
 
 
 def test_the_page_names_every_kind_of_cause_and_option() -> None:

@@ -199,7 +199,7 @@ class MemoryProfiler:
             self._quiet.enter_context(without_native_warnings())
             gc.callbacks.append(_note_collection)
             self._quiet.callback(gc.callbacks.remove, _note_collection)
-            others.functions["prepare"](*self._asked)
+            _get_ready(*self._asked)
             others.functions["enable"](*self._asked, {record_scope.FUNCTION})  # Note: [operators alone]
             self._scope.__enter__()
         except BaseException:
@@ -227,6 +227,15 @@ class MemoryProfiler:
     def let_go(self) -> None:
         """Undoes what starting has changed for the whole process. The thread on which it was started goes on."""
         self._quiet.close()
+
+
+def _get_ready(*asked: Any) -> None:
+    """Gets a profiler ready, or leaves it so: of torch 2.11 it is an error where an interrupted one has been."""
+    try:
+        others.functions["prepare"](*asked)
+    except RuntimeError as error:
+        if "not running" not in str(error):
+            raise
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
