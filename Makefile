@@ -21,7 +21,7 @@ TORCH ?=
 OTHER := build/torch-$(TORCH)
 TESTS ?= tests
 
-.PHONY: demo quick test test-all test-reference test-torch test-switches lint bench figures docs wheel release-check clean
+.PHONY: demo quick test test-all test-reference test-torch quick-torch test-switches lint bench figures docs wheel release-check clean
 
 demo: export MALLOC_MMAP_THRESHOLD_ = 1048576
 demo: $(VENV)/.demo
@@ -51,6 +51,10 @@ test-reference: $(VENV)/.dev
 # The tests with another torch: `make test-torch TORCH=2.15.0`, and TESTS=tests/compile for a part.
 test-torch: $(OTHER)/.dev
 	$(OTHER)/bin/python $(PYTEST) $(THINNED) $(TESTS)
+
+# The core with the oldest and the newest torch that the library names.
+quick-torch:
+	set -e; for version in 2.11.0 2.15.0; do $(MAKE) test-torch TORCH=$$version TESTS="$(QUICK_TESTS)"; done
 
 # The page of switches, with the frameworks that it is about.
 test-switches: $(VENV)/.dev
@@ -108,8 +112,8 @@ $(VENV)/.dev: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 # Everything is as in constraints.txt but torch, triton, of which every torch needs its own version, and numpy: the
-# interpreter of older versions of triton cannot make loop bounds of what numpy 2.4 returns. Both environments compile in
-# place, so what the usual one has compiled is of the other torch afterwards, and has to be compiled again.
+# interpreter of older versions of triton cannot make loop bounds of what numpy 2.4 returns. All environments compile in
+# place, so what the others have compiled is of another torch afterwards, and has to be compiled again.
 $(OTHER)/.dev: $(SOURCES)
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make test-torch TORCH=2.11.0"; exit 2; }
 	$(PYTHON) -m venv $(OTHER)
@@ -119,7 +123,7 @@ $(OTHER)/.dev: $(SOURCES)
 	@echo "$(COMPILING)"
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(OTHER)/constraints.txt \
 		torch==$(TORCH) -e '.[cli,plot,dev]'
-	rm -f $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench
+	rm -f $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench build/torch-*/.dev
 	touch $@
 
 # The site reads docstrings from the sources and imports nothing: neither torch nor the kernels are needed.

@@ -206,3 +206,4 @@ def test_the_versions_of_torch_that_we_name_are_in_order() -> None:
 
     assert check.tested_torch(check.Release(ROOT)) == TESTED
     assert sorted(TESTED, key=lambda version: [int(part) for part in version.split(".")]) == list(TESTED)
+    assert f"for version in {TESTED[0]} {TESTED[-1]};" in (ROOT / "Makefile").read_text()
