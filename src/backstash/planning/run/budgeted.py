@@ -34,6 +34,7 @@ from backstash.errors import BatchTooLargeError, BudgetError, PlanError, Session
 from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.budget import families, limit_of_errors, parse_budget
+from backstash.planning.model.explain import size
 from backstash.planning.model.plan import KEEPERS, Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
@@ -483,9 +484,15 @@ class Budgeted(Following):
         while not planner.has_found(nbytes) and next(planner.search(), self) is not self:
             pass  # a step that is larger than those before may need what none of these did
         plan, first_nbytes = planner.first_plan(nbytes)
-        if self.strict and first_nbytes > budget:
-            said = f"a step of {bucket.signature} was asked for within {budget} bytes, but it takes {first_nbytes}."
-            raise BatchTooLargeError(BudgetError(said, first_nbytes, plan.seconds, plan))
+        if first_nbytes > budget:
+            said = (
+                f"a step of {bucket.signature} was asked for within {size(budget)} ({budget} bytes), but under the "
+                f"leanest plan the first one takes {first_nbytes} bytes ({size(first_nbytes)}). Pass that budget, "
+                f"allow more, or make the batch smaller."
+            )
+            if self.strict:
+                raise BatchTooLargeError(BudgetError(said, first_nbytes, plan.seconds, plan))
+            warnings.warn(said, stacklevel=2)
         bucket.planner, bucket.is_predicted, bucket.margin = planner, True, largest.margin
         bucket.found = Within(
             budget_nbytes=budget,
