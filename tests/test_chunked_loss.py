@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -339,7 +340,8 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_under_data_parallelism(options: dict[str, bool]) -> None:
+def test_under_data_parallelism(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # to put back: torch replaces it for good
     model = WithLoss()
     expected = step(model.words, LOSSES["flat"], IDS)[1:]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
