@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from backstash import Session
@@ -13,8 +15,11 @@ from backstash.bits import equal_bits
 from backstash.errors import BudgetError
 from backstash.planning.measure.profiling import profile
 from backstash.planning.measure.record import record
+from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.plan import Plan
 from backstash.planning.search.planner import Planner
+from backstash.remake import calls
+from backstash.remake.calls import call_of
 
 BATCHES = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0))
 
@@ -129,3 +134,43 @@ def test_a_session_that_keeps_everything_takes_no_more_than_plain_in_a_second_ba
 
     step()
     assert record(step, "keep").peak_nbytes == record(step).peak_nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, []),
+        ({"slope": 0.2}, ["leaky_relu"]),
+        ({"follows": True}, ["linear"]),
+        ({"batch": 32}, ["linear", "mul", "leaky_relu"]),
+        ({"cast": True}, ["linear", "mul", "leaky_relu"]),
+    ],
+    ids=str,
+)
+def test_a_proven_call_is_noted_by_its_pattern_unless_it_differs(
+    options: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where any call may be made again: another shape, argument, autocast or followed argument is looked at anew."""
+    everything = ["linear", "mul", "leaky_relu"]
+    looked: list[str] = []
+
+    def look(function: Callable[..., object], *rest: Any) -> Any:
+        if function.__name__ in everything:
+            looked.append(function.__name__)
+        return call_of(function, *rest)
+
+    monkeypatch.setattr(calls, "call_of", look)
+    linear, scale, session = nn.Linear(64, 64), torch.ones(64), Session(KeepForSurvey(), min_nbytes=128)
+    linear.weight.requires_grad_(False)
+
+    def step(batch: int = 64, slope: float = 0.1, cast: bool = False, follows: bool = False) -> list[str]:
+        looked.clear()
+        x = BATCHES[0, :batch].clone().requires_grad_(follows)
+        with session, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = F.leaky_relu(linear(x) * scale, slope)
+            loss = y.float().square().mean()
+        loss.backward()
+        return sorted(set(looked), key=everything.index)
+
+    assert step() == everything
+    assert step(**options) == expected

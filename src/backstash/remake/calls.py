@@ -159,6 +159,7 @@ class CallPlace:
     Attributes:
         is_used: whether a recipe has repeated the call in any pass.
         pattern: what the latest call was like (Note: [patterns of calls]); None where that is not known.
+        proven: the same of one that was proven to repeat, where any call may be repeated.
         passes: in how many passes it was noted.
         latest: the number of the latest of these.
         casts: of a conversion inside of a function, which argument was compared and both dtypes, and whether the bits
@@ -166,12 +167,13 @@ class CallPlace:
         name: of the place, the same in every process.
     """
 
-    __slots__ = ("casts", "is_used", "latest", "name", "passes", "pattern")
+    __slots__ = ("casts", "is_used", "latest", "name", "passes", "pattern", "proven")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_used, self.passes, self.latest = False, 0, -1
         self.pattern: Pattern | None = None
+        self.proven: Pattern | None = None
         self.casts: dict[object, bool] | None = None
 
 
@@ -225,7 +227,13 @@ class Call:
         """The same call without what it reads and where it is, for calls that are like it."""
         return replace(self, inputs=(), statistics=None, place=None)
 
-    def again(self, inputs: tuple[View | Held, ...], statistics: tuple[Held, Held] | None, place: CallPlace) -> Call:
+    def again(
+        self,
+        inputs: tuple[View | Held, ...],
+        statistics: tuple[Held, Held] | None,
+        place: CallPlace,
+        pattern: Pattern | None,
+    ) -> Call:
         """A call that is like this one, and reads these."""
         return Call(
             self.name,
@@ -241,7 +249,9 @@ class Call:
             output=self.output,
             is_cheap=self.is_cheap,
             place=place,
-            pattern=place.pattern,
+            pattern=pattern,
+            is_proven=self.is_proven,
+            needs_grad=self.needs_grad,
         )
 
     def named_input(self, name: str) -> View | Held | None:

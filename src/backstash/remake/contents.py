@@ -132,8 +132,12 @@ class Contents:
         storage = result.untyped_storage()
         if storage.nbytes() < self._live.min_nbytes or is_odd(result):
             return
-        if place is not None and place.pattern is not None and not self.remakes_anything:
-            again = self._again(place, place.pattern, args, kwargs, result, storage)
+        remakes_anything = self.remakes_anything
+        is_simple = inside is None and output is None and random_state is None
+        is_simple = is_simple and not (remakes_anything and self.describes)
+        if place is not None and is_simple:
+            like = place.proven if remakes_anything else place.pattern
+            again = None if like is None else self._again(place, like, args, kwargs, result, storage)
             if again is not None:
                 content = self.of(result)
                 content.call = None if content.escaped else again
@@ -164,6 +168,8 @@ class Contents:
                 return
         call.is_proven = repeating.is_repeated(call, tensors, result)
         content.call = call
+        if place is not None and is_simple:
+            place.proven = patterns.pattern_of(args, kwargs, tensors, call) if call.is_proven else None
 
     def _again(
         self,
@@ -188,12 +194,14 @@ class Contents:
                 return None
             inputs.append(given)
         like = pattern.call
+        if self.remakes_anything and not (like.in_place or like.is_cheap) and _followed(tensors) != like.needs_grad:
+            return None
         statistics = None
         if like.name == "batch_norm":
             statistics = calls.statistics_of(like.kwargs, result)
         elif like.name in calls.ROW_NORMS:
             statistics = calls.row_statistics_of(result)
-        return like.again(tuple(inputs), statistics, place)
+        return like.again(tuple(inputs), statistics, place, None if self.remakes_anything else pattern)
 
     def move(self, content: Content, x: Tensor) -> None:
         """A content, which was forgotten or encoded, is in the storage of ``x`` from now on."""
