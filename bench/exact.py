@@ -274,6 +274,7 @@ class Stash:
         network, setting: which.
         saved_nbytes: dense bytes of what autograd saved, without weights.
         lossless_nbytes, dense_nbytes: bytes that ``lossless`` holds of it, and ``lossless(dense=True)``.
+        coded_nbytes: bytes that ``lossless`` holds of it in codes, such as without zeros.
         upcast_nbytes, upcast_held: dense bytes of float32 values that were bfloat16 before, and what is held of them.
     """
 
@@ -282,6 +283,7 @@ class Stash:
     saved_nbytes: int
     lossless_nbytes: int
     dense_nbytes: int
+    coded_nbytes: int
     upcast_nbytes: int
     upcast_held: int
 
@@ -304,6 +306,7 @@ def stash(name: str, setting: str) -> Stash:
         plain.saved_nbytes,
         plain.stash_nbytes,
         dense_report.stash_nbytes,
+        sum(row.stash_nbytes for row in plain.rows if row.codec != "kept"),
         sum(row.saved_nbytes for row in casts),
         sum(row.stash_nbytes for row in casts),
     )

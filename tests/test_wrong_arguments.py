@@ -94,7 +94,6 @@ TABLE: dict[str, tuple[Call, Call, dict[str, Any]]] = {  # the function, how it 
 FREE = {  # what is only shown, or is asked when it is used: texts and switches
     *("Recompute.max_depth", "Recompute.max_inputs", "Recompute.within", "Recompute.any_producer"),
     *("Recompute.exact_roots", "Recompute.max_moved"),
-    "fit_batch.make_step",  # called, and its errors are the program's
     *(f"policies.register.{name}" for name in ("is_exact", "gradients", "does", "use_when", "is_candidate")),
 }
 ARGUMENTS = [
@@ -153,14 +152,6 @@ def test_a_step_that_cannot_be_called_without_arguments_is_refused(call: Any, wr
         call(wrong)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"), [(None, "make_step=None"), (MODEL, "makes none"), (lambda n: 3, "the step 3")]
-)
-def test_what_makes_no_steps_is_refused(wrong: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        bs.fit_batch(wrong, "1GiB", MODEL, most=1)
-
-
 def test_steps_of_many_kinds_are_accepted() -> None:
     class Trainer:
         def step(self, scale: float = 1.0) -> None:
@@ -187,3 +178,5 @@ def test_an_error_inside_of_a_step_stays_what_it_is() -> None:
 
     with pytest.raises(TypeError, match=r"^of the program$"):
         bs.profile(broken, MODEL)
+    with pytest.raises(TypeError, match=r"^of the program$"):
+        bs.fit_batch(lambda n: broken(), "1GiB", MODEL)  # type: ignore[arg-type,return-value,func-returns-value]

@@ -107,6 +107,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     config = pyfuncitem.config
     interpreter = config.stash.setdefault(INTERPRETER, Interpreter(config.rootpath))
     failure = interpreter.run(pyfuncitem.nodeid)
+    if failure.startswith("Skipped: "):
+        pytest.skip(failure)
     if failure:
         pytest.fail(failure, pytrace=False)
     return True

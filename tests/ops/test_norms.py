@@ -143,8 +143,9 @@ def test_other_roundings_and_what_is_picked() -> None:
 @triton_test
 @pytest.mark.parametrize("rounding", Rounding)
 def test_affine_on_triton(rounding: Rounding) -> None:
-    if DEVICE != "cpu" or _interprets_fma():
-        check_affine(launchers, DEVICE, rounding)
+    if DEVICE == "cpu" and not _interprets_fma():
+        pytest.skip("Triton's interpreter rounds a multiplication and an addition in one twice")
+    check_affine(launchers, DEVICE, rounding)
 
 
 def _interprets_fma() -> bool:

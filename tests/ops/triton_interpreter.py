@@ -1,6 +1,7 @@
 """Collects the files it is given, and runs the tests that it is told to: conftest.py starts it to interpret kernels.
 
-Reads node ids from standard input and writes how each test failed, "" if it passed; both as JSON, one a line.
+Reads node ids from standard input and writes how each test failed or was skipped, "" if it passed; both as JSON, one a
+line.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class OnDemand:
         self.failures: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.passed:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.failures.append(report.longrepr[2])  # which begins with "Skipped: "
+        elif not report.passed:
             self.failures.append(report.longreprtext)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:

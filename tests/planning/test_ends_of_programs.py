@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,9 +44,7 @@ for _ in range(40):
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     """Runs a program of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path("src").resolve()), *sys.path))}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -23,8 +23,8 @@ from backstash.errors import RewriteError
 from backstash.rewrites.chunked_loss import CHUNK_NBYTES
 from backstash.rewrites.cross_entropy import check_classes, product_dtype
 from backstash.rewrites.deferred import Deferred
-from backstash.rewrites.logit_steps import LogitStep
-from backstash.rewrites.row_numbers import LogitFormula, RowNumbers, RowSettings
+from backstash.rewrites.logit_steps import LogitFormula
+from backstash.rewrites.row_numbers import RowNumbers, RowSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +113,10 @@ def chunked_rows(
                 f"chunked_rows was asked to compare {tuple(shape)} rows of {classes} classes with a teacher's "
                 f"{tuple(other.hidden.shape[:-1])} rows of {other.weight.shape[0]}. Pass the same rows and classes."
             )
-    rows = max(1, chunk_nbytes // max(1, classes * (8 if own.product is torch.float64 else 4)))
+    rows = max(1, chunk_nbytes // max(1, classes * own.formula.precise.itemsize))
     chosen = None if target is None else target.reshape(-1)
-    settings = RowSettings(rows, float(temperature), ignore_index, own.way, None if other is None else other.way)
+    of_teacher = None if other is None else other.formula
+    settings = RowSettings(rows, float(temperature), ignore_index, own.formula, of_teacher)
     others = (None, None, None) if other is None else other.tensors
     found = RowNumbers.apply(*own.tensors, chosen, None, *others, settings)
     log_probs, normaliser, entropy, *divergences, _ = found
@@ -131,33 +132,25 @@ class _Head:
         hidden: the input, [..., d].
         weight: the weight, [classes, d].
         bias: the bias, [classes], or None.
-        product: the dtype of the product.
-        steps: what is done to the logits.
+        formula: how the logits are computed.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    product: torch.dtype
-    steps: tuple[LogitStep, ...] = ()
+    formula: LogitFormula
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The input, [n, d], the weight, and the bias."""
         return self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, self.bias
 
-    @property
-    def way(self) -> LogitFormula:
-        """How its logits are computed."""
-        return LogitFormula(self.product, self.steps)
-
 
 def _head_call(hidden: object, head: object, name: str) -> _Head:
     """Returns the head and the input that a user has passed."""
     if head is None and isinstance(hidden, Deferred) and not hidden.is_output and not hidden.classes_second:
         hidden.check()
-        call = hidden.call
-        return _Head(*hidden.inputs, call.product, hidden.steps)
+        return _Head(*hidden.inputs, hidden.formula)
     if not isinstance(head, nn.Linear):
         if head is None:
             raise RewriteError(
@@ -175,7 +168,7 @@ def _head_call(hidden: object, head: object, name: str) -> _Head:
         raise RewriteError(
             f"chunked_rows was asked for {name}, {got}, but the head takes floats [..., {head.weight.shape[1]}]."
         )
-    return _Head(hidden, head.weight, head.bias, product_dtype(hidden))
+    return _Head(hidden, head.weight, head.bias, LogitFormula(product_dtype(hidden)))
 
 
 def _check_target(target: object, shape: torch.Size, classes: int, ignore_index: int) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from backstash.rewrites.logit_steps import LogitStep, apply_steps, gradient_before
+from backstash.rewrites.logit_steps import LogitFormula
 
 FLOAT16_SCALE = 256.0
 """What gradients of logits are multiplied by before they are rounded to float16.
@@ -31,22 +30,18 @@ class EntropySettings:
         ignore_index: the target of rows that do not count.
         is_mean: whether the loss is the mean over the rows that count, and not their sum.
         rows: number of rows whose logits exist at a time.
-        product: the dtype of the products.
-        dtype: the dtype of the logits that the loss reads.
+        own: how the logits are computed.
         result: the dtype of the loss.
         smoothing: the share of each target that is spread over all classes.
-        steps: what is done to the logits before.
         with_grad: whether gradients are wanted at all.
     """
 
     ignore_index: int
     is_mean: bool
     rows: int
-    product: torch.dtype
-    dtype: torch.dtype
+    own: LogitFormula
     result: torch.dtype
     smoothing: float
-    steps: tuple[LogitStep, ...]
     with_grad: bool
 
 
@@ -151,11 +146,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             settings: how it is computed.
         """
         wanted = [settings.with_grad and needed for needed in ctx.needs_input_grad[:3]]
-        product, smoothing, rows = settings.product, settings.smoothing, settings.rows
+        formula, smoothing, rows = settings.own, settings.smoothing, settings.rows
+        product, precise = formula.product, formula.precise
         with without_autocast(hidden.device.type):
             kept = target != settings.ignore_index
             safe = torch.where(kept, target, 0)
-            precise = torch.float64 if settings.dtype is torch.float64 else torch.float32
             counts = kept.to(precise)
             spread = torch.full((), smoothing / max(1, weight.shape[0]), dtype=precise, device=hidden.device)
             spread_sum: Tensor | float = smoothing
@@ -164,8 +159,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 counts, spread = counts * class_weight[safe], spread * class_weight
                 spread_sum = spread.sum()
             total = counts.sum() if settings.is_mean else torch.ones((), dtype=precise, device=hidden.device)
-            cast = weight.to(product)
-            cast_bias = bias.to(product) if bias is not None else None
+            cast, cast_bias = weight.to(product), formula.cast(bias)
             # In float16 gradients are computed in other units, and added up in float32, until backward.
             held = FLOAT16_SCALE if product is torch.float16 else 1.0
             is_in_parts = rows < hidden.shape[0] or held != 1.0
@@ -176,10 +170,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for begin in range(0, hidden.shape[0], rows):
                 part = slice(begin, begin + rows)
                 x, classes = hidden[part].to(product), safe[part].unsqueeze(1)
-                logits, results = apply_steps(settings.steps, F.linear(x, cast, cast_bias))
-                if logits.dtype is precise and any(logits is result for result in results):
-                    logits = logits.clone()  # it is written over below, and its gradient reads it
-                logits = logits.to(precise)
+                logits, results = formula.logits(x, cast, cast_bias)
                 normaliser = logits.logsumexp(1, keepdim=True)
                 own = (1.0 - smoothing) * counts[part].unsqueeze(1)
                 losses = (normaliser - logits.gather(1, classes)) * own
@@ -197,8 +188,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 gradient.scatter_add_(1, classes, -own)
                 if smoothing:
                     gradient *= kept[part].unsqueeze(1)
-                gradient = gradient_before(settings.steps, results, gradient)
-                gradient = (gradient if held == 1.0 else gradient.mul(held)).to(product)
+                gradient = formula.before(results, gradient if held == 1.0 else gradient.mul_(held))
                 if hidden_grad is not None:
                     hidden_grad[part] = gradient @ cast
                 if weight_grad is not None:

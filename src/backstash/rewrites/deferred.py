@@ -25,8 +25,8 @@ from backstash.rewrites.cross_entropy import (
     loss_dtype,
     product_dtype,
 )
-from backstash.rewrites.logit_steps import LogitStep, step_for
-from backstash.rewrites.row_numbers import LogitFormula, RowNumbers, RowSettings
+from backstash.rewrites.logit_steps import LogitFormula, LogitStep, step_for
+from backstash.rewrites.row_numbers import RowNumbers, RowSettings
 from backstash.torch_internals import break_graphs_at, no_torch_function_subclass
 
 
@@ -112,20 +112,22 @@ class Deferred(Tensor):
         cls, hidden: Tensor, call: HeadCall, steps: tuple[LogitStep, ...] = (), classes_second: bool = False
     ) -> Deferred:
         """Returns the logits of ``hidden``, [..., classes], which are not computed yet."""
-        dtype = call.product
-        for step in steps:
-            dtype = step.dtype(dtype)
         rows, classes = hidden.shape[:-1], call.weight.shape[0]
         deferred: Deferred = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             (rows[0], classes, *rows[1:]) if classes_second else (*rows, classes),
-            dtype=dtype,
+            dtype=LogitFormula(call.product, steps).dtype,
             device=hidden.device,
         )
         deferred.hidden, deferred.call, deferred.steps = hidden, call, steps
         deferred.with_grad, deferred.classes_second = torch.is_grad_enabled(), classes_second
         deferred.origin, deferred.parent, deferred.logits, deferred.version = None, None, None, 0
         return deferred
+
+    @property
+    def formula(self) -> LogitFormula:
+        """How they are computed."""
+        return LogitFormula(self.call.product, self.steps)
 
     def check(self) -> None:
         """Checks that the logits still have the numbers that they had when the program made them.
@@ -394,11 +396,9 @@ def _cross_entropy(
             ignore_index,
             reduction == "mean",
             logits.rows_in_chunk(logits.dtype.itemsize),
-            call.product,
-            logits.dtype,
+            logits.formula,
             result,
             label_smoothing,
-            logits.steps,
             torch.is_grad_enabled(),
         )
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -411,14 +411,13 @@ def _entropy_of_rows(
     logits: Deferred, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> Tensor:
     """Returns the cross entropy of each row, [n], whose gradients are known in backward only."""
-    (hidden, head, bias), call = logits.inputs, logits.call
-    precise = torch.float64 if call.product is torch.float64 else torch.float32
+    (hidden, head, bias), formula = logits.inputs, logits.formula
+    precise = formula.precise
     spread = None
     if smoothing:
         spread = torch.full(head.shape[:1], smoothing / head.shape[0], dtype=precise, device=hidden.device)
         spread = spread if weight is None else spread * weight.to(precise)
-    way = LogitFormula(call.product, logits.steps)
-    settings = RowSettings(logits.rows_in_chunk(precise.itemsize), 1.0, ignore_index, way, with_entropy=False)
+    settings = RowSettings(logits.rows_in_chunk(precise.itemsize), 1.0, ignore_index, formula, with_entropy=False)
     others = (None, None, None)
     found = RowNumbers.apply(hidden.reshape(-1, hidden.shape[-1]), head, bias, target, spread, *others, settings)
     kept = target != ignore_index

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -44,25 +45,64 @@ class LogitStep:
         return found
 
 
-def apply_steps(steps: Sequence[LogitStep], logits: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns logits after all steps, and what :func:`gradient_before` reads of them."""
-    results: list[Tensor | None] = []
-    for step in steps:
-        logits = step.of(logits)
-        results.append(logits if step.kind == "tanh" else None)
-    return logits, results
+@dataclass(frozen=True, eq=False)
+class LogitFormula:
+    """How a head's logits are computed. It holds no tensor that backward reads: autograd does, as its hooks say.
 
+    Attributes:
+        product: the dtype of the product.
+        steps: what is done to the logits.
+    """
 
-def gradient_before(steps: Sequence[LogitStep], results: Sequence[Tensor | None], gradient: Tensor) -> Tensor:
-    """Returns the gradient of logits before all steps, from that of the logits after them."""
-    for step, result in zip(reversed(steps), reversed(results), strict=True):
-        if step.kind == "times":
-            gradient = gradient * step.operand
-        elif step.kind == "over":
-            gradient = gradient / step.operand
-        elif result is not None:
-            gradient = gradient * (1.0 - result.to(gradient.dtype).square())
-    return gradient
+    product: torch.dtype
+    steps: tuple[LogitStep, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits after all steps."""
+        found = self.product
+        for step in self.steps:
+            found = step.dtype(found)
+        return found
+
+    @property
+    def precise(self) -> torch.dtype:
+        """The dtype in which the logits are reduced: float32, or float64 for float64 logits."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def cast(self, x: Tensor | None) -> Tensor | None:
+        """Returns a weight or a bias in the dtype of the product."""
+        return None if x is None else x.detach().to(self.product)
+
+    def logits(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float = 1.0
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the logits of some rows, over the temperature, [rows, classes], and what their gradient reads.
+
+        They are in the dtype ``precise``, and may be written over.
+        """
+        assert weight is not None
+        results: list[Tensor | None] = []
+        found = F.linear(x.to(self.product), weight, bias)
+        for step in self.steps:
+            found = step.of(found)
+            results.append(found if step.kind == "tanh" else None)
+        precise = found.to(self.precise)
+        if any(precise is result for result in results):
+            precise = precise.clone()
+        return precise if temperature == 1.0 else precise / temperature, results
+
+    def before(self, results: list[Tensor | None], gradient: Tensor, temperature: float = 1.0) -> Tensor:
+        """Returns the gradient of the head's product from that of the logits over the temperature."""
+        gradient = gradient if temperature == 1.0 else gradient / temperature
+        for step, result in zip(reversed(self.steps), reversed(results), strict=True):
+            if step.kind == "times":
+                gradient = gradient * step.operand
+            elif step.kind == "over":
+                gradient = gradient / step.operand
+            elif result is not None:
+                gradient = gradient * (1.0 - result.to(gradient.dtype).square())
+        return gradient.to(self.product)
 
 
 def step_for(function: Callable[..., Any], arguments: Sequence[Any], classes: int) -> LogitStep | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backstash.rewrites.cross_entropy import (
@@ -15,40 +14,7 @@ from backstash.rewrites.cross_entropy import (
     refuse_gradients_of_gradients,
     without_autocast,
 )
-from backstash.rewrites.logit_steps import LogitStep, apply_steps, gradient_before
-
-
-@dataclass(frozen=True, eq=False)
-class LogitFormula:
-    """How a head's logits are computed. It holds no tensor that backward reads: autograd does, as its hooks say.
-
-    Attributes:
-        product: the dtype of the product.
-        steps: what is done to the logits.
-    """
-
-    product: torch.dtype
-    steps: tuple[LogitStep, ...]
-
-    def cast(self, x: Tensor | None) -> Tensor | None:
-        """Returns a weight or a bias in the dtype of the product."""
-        return None if x is None else x.detach().to(self.product)
-
-    def logits(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Returns the logits of some rows, over the temperature, [rows, classes], and what their gradient reads."""
-        assert weight is not None
-        found, results = apply_steps(self.steps, F.linear(x.to(self.product), weight, bias))
-        if any(found is result for result in results):
-            found = found.clone()  # it is written over, and its gradient reads it
-        found = found if found.dtype is torch.float64 else found.float()
-        return found if temperature == 1.0 else found / temperature, results
-
-    def before(self, results: list[Tensor | None], gradient: Tensor, temperature: float) -> Tensor:
-        """Returns the gradient of the head's product from that of the logits over the temperature."""
-        gradient = gradient if temperature == 1.0 else gradient / temperature
-        return gradient_before(self.steps, results, gradient).to(self.product)
+from backstash.rewrites.logit_steps import LogitFormula
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +72,7 @@ class RowNumbers(torch.autograd.Function):
             settings: how they are computed.
         """
         count, own, other = hidden.shape[0], settings.own, settings.other
-        precise = torch.float64 if own.product is torch.float64 else torch.float32
-        normaliser = torch.empty(count, dtype=precise, device=hidden.device)
+        normaliser = torch.empty(count, dtype=own.precise, device=hidden.device)
         log_probs = None if target is None else torch.empty_like(normaliser)
         entropy = torch.empty_like(normaliser) if settings.with_entropy or other is not None else None
         away, back = (None if other is None else torch.empty_like(normaliser) for _ in range(2))
@@ -123,11 +88,12 @@ class RowNumbers(torch.autograd.Function):
                     kept = target[part] != settings.ignore_index
                     classes = torch.where(kept, target[part], 0).unsqueeze(1)
                     log_probs[part] = torch.where(kept, logits.gather(1, classes).squeeze(1) - normaliser[part], 0.0)
+                if spread is None and entropy is None:
+                    continue
                 logs = logits.sub_(normaliser[part].unsqueeze(1))
                 if spread is not None and spread_sum is not None:
                     spread_sum[part] = _products(spread, logs)
                 if entropy is None:
-                    del logits, logs
                     continue
                 probabilities = logs.exp()
                 entropy[part] = -_products(probabilities, logs)

@@ -178,6 +178,7 @@ class MemoryProfiler:
     The record also says when Python's garbage collector runs (Note: [freed from before the record] in timeline.py).
 
     Attributes:
+        thread: the one on which it was made, and is started; None once that has ended.
         results: what it has recorded; None until it was stopped.
     """
 
@@ -188,13 +189,12 @@ class MemoryProfiler:
         self._quiet = ExitStack()
         self._scope = record_operation(SCOPE)  # Note: [events without an operation]
         self._may_run = False
-        self._thread: Callable[[], Thread | None] = lambda: None  # on which it was started
+        self.thread = weakref.ref(Thread.current())
         self.results: Any = None
 
     def __enter__(self) -> Self:
         self._may_run = True
-        thread = Thread.current()
-        self._thread, thread.running = weakref.ref(thread), self
+        Thread.current().running = self
         try:
             self._quiet.enter_context(without_native_warnings())
             gc.callbacks.append(_note_collection)
@@ -220,7 +220,7 @@ class MemoryProfiler:
             self.results = others.functions["disable"]()
         self.let_go()
         self._may_run = False
-        thread = self._thread()
+        thread = self.thread()
         if thread is not None and thread.running is self:
             thread.running = None
 

@@ -372,12 +372,12 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _recorded(runs: _Runs, session: Session, watcher: Births) -> list[Any]:
-    """The profiler's record of a step under a Session, the second one: the first has proven what it has to."""
+def _recorded(runs: _Runs, session: Session | None = None, watcher: Births | None = None) -> list[Any]:
+    """The profiler's record of a step, the second one: the first has made gradients, and proven what it has to."""
     runs.once(session)
     release_buffers()
     gc.collect(1)  # what the step before has left behind; all that a process has takes half a second to look through
-    with session.watched_by(watcher):
+    with session.watched_by(watcher) if session is not None and watcher is not None else nullcontext():
         runs.restore()
         with memory_profiler() as profiled:
             runs.run(session)
@@ -390,12 +390,7 @@ def _plain_peak(runs: _Runs, device: str) -> int:
     Raises:
         MeasureError: no autograd node ran in the step.
     """
-    runs.once()  # makes the gradients that each later step finds
-    release_buffers()
-    runs.restore()
-    with memory_profiler() as profiled:
-        runs.run()
-    line = Timeline(roots_of(profiled), device)
+    line = Timeline(_recorded(runs), device)
     _first_of_backward(line)
     return max(each.most_nbytes for each in line.positions)
 

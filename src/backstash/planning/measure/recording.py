@@ -37,8 +37,7 @@ class Recording:
     def __init__(self) -> None:
         self.is_inside = self.gave_way = False
         self._profiler: MemoryProfiler | None = None
-        self._thread: weakref.ref[Thread] = weakref.ref(Thread.current())  # on which it was started
-        self._lost: MemoryProfiler | None = None  # started on that thread, which the passes have left
+        self._lost: MemoryProfiler | None = None  # started on a thread that the passes have left
         self._records_operators = False
         self._hooks: list[Any] = []
 
@@ -58,15 +57,16 @@ class Recording:
     @property
     def is_here(self) -> bool:
         """Whether the profiler was started, or can be, on the thread that asks (Note: [one thread])."""
-        thread = self._thread()
-        return (self._profiler is None and (self._lost is None or thread is None)) or thread is Thread.current()
+        if self._profiler is not None:
+            return self._profiler.thread() is Thread.current()
+        return self._lost is None or self._lost.thread() in (None, Thread.current())
 
     def meet(self) -> None:
         """Is told of each pass, on its thread (Note: [one thread])."""
         if not self.is_here:
             self._lose()
         elif self._lost is not None:
-            if self._thread() is not None:
+            if self._lost.thread() is not None:
                 with suppress(RuntimeError):
                     self._lost.stop()
             self._lost = None
@@ -77,7 +77,7 @@ class Recording:
             return False
         mine = weakref.ref(self)
         others.give_way = lambda: None if (running := mine()) is None else running.give_way()
-        self._thread, self.gave_way = weakref.ref(Thread.current()), False
+        self.gave_way = False
         self._profiler = profiler = memory_profiler()  # Note: [interrupted profiler] in events.py
         try:
             profiler.__enter__()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from backstash import codecs
+from backstash import accelerator, codecs
 from backstash.arguments import are_words
 from backstash.errors import PlanError
 from backstash.planning.model.problem import Choice, StepProfile
@@ -24,6 +24,23 @@ ERROR_LIMIT = 0.01
 
 _UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "%": 0}
+
+
+def check_device(device: str | None, asked: str) -> None:
+    """Checks that memory of a type of device can be planned.
+
+    Args:
+        device: the type; None for whichever there is.
+        asked: who was asked for what, as the beginning of a sentence.
+
+    Raises:
+        PlanError: there is no such device.
+    """
+    if device is not None and not accelerator.is_here(device):
+        raise PlanError(
+            f"{asked} device={device!r:.80}, but memory is planned of 'cpu', and of an accelerator where one is "
+            f"({accelerator.kind() or 'none'} here). Leave device= out."
+        )
 
 
 def bytes_in(text: str, plain_peak_nbytes: int) -> float | None:

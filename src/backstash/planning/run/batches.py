@@ -13,7 +13,7 @@ from backstash import accelerator
 from backstash.arguments import check_count, check_step
 from backstash.errors import BudgetError, PlanError
 from backstash.planning.measure.profiling import profile
-from backstash.planning.model.budget import bytes_in, parse_budget
+from backstash.planning.model.budget import bytes_in, check_device, parse_budget
 from backstash.planning.model.plan import Plan
 from backstash.planning.run.retry import is_out_of_memory
 from backstash.planning.search.largest import largest
@@ -93,16 +93,7 @@ def fit_batch(
         >>> found.size >= found.plain_size > 0
         True
     """
-    if not callable(make_step) or isinstance(make_step, nn.Module):
-        raise TypeError(
-            f"fit_batch was asked for steps by make_step={make_step!r:.80}, but that makes none. Pass a function that "
-            f"takes a number of examples and returns a step."
-        )
-    if device is not None and not accelerator.is_here(device):
-        raise PlanError(
-            f"fit_batch was asked for device={device!r:.80}, but memory is planned of 'cpu', and of an "
-            f"accelerator where one is ({accelerator.kind() or 'none'} here). Leave device= out."
-        )
+    check_device(device, "fit_batch was asked for")
     for number, name in ((start, "start"), (grain, "grain"), *(() if most is None else ((most, "most"),))):
         check_count(number, name, "examples", "fit_batch")
         if not number:
@@ -124,9 +115,8 @@ def fit_batch(
     def least(size: int) -> float:
         nonlocal plain_size
         note_progress(f"trying {size} examples", len(tried) + 1)
-        step = make_step(size)
-        check_step(step, "fit_batch")
         try:
+            step = _step_of(make_step, size)
             planner = Planner(profile(step, model, allow=allow, min_nbytes=min_nbytes, device=kind), allow, error_limit)
             planner.plan(nbytes)
             if planner.profile.plain_peak_nbytes <= nbytes:
@@ -156,3 +146,23 @@ def fit_batch(
         )
     plan = planners[size].plan(nbytes)
     return BatchFit(size, plan, plain_size, dict(sorted(tried.items())))
+
+
+def _step_of(make_step: Callable[[int], Callable[[], object]], size: int) -> Callable[[], object]:
+    """Returns the step for a batch of that size.
+
+    Raises:
+        TypeError: ``make_step`` makes none, or cannot be called with a number. What it raises itself stays what it is.
+    """
+    asked = f"fit_batch was asked for steps by make_step={make_step!r:.80}"
+    do = "Pass a function that takes a number of examples and returns a step."
+    if not callable(make_step) or isinstance(make_step, nn.Module):
+        raise TypeError(f"{asked}, but that makes none. {do}")
+    try:
+        step = make_step(size)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from inside of it
+        raise TypeError(f"{asked}, but it cannot be called with a number: {error}. {do}") from None
+    check_step(step, "fit_batch")
+    return step

@@ -33,7 +33,7 @@ from backstash.capture import leaving, modules
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
 from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
-from backstash.planning.model.budget import families, limit_of_errors, parse_budget
+from backstash.planning.model.budget import check_device, families, limit_of_errors, parse_budget
 from backstash.planning.model.explain import size
 from backstash.planning.model.plan import KEEPERS, Plan
 from backstash.planning.model.problem import StepProfile
@@ -146,11 +146,7 @@ class Budgeted(Following):
         self.of, self.strict = of, strict
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.tries = families(allow)
-        if device is not None and not accelerator.is_here(device):
-            raise PlanError(
-                f"training within a budget was asked for on device={device!r:.80}, but memory is planned of 'cpu', and "
-                f"of an accelerator where one is ({accelerator.kind() or 'none'} here). Leave device= out."
-            )
+        check_device(device, "training within a budget was asked for on")
         require_path(offload_to)
         self.budget = budget
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
