@@ -553,13 +553,17 @@ def exact_ratios() -> str:
 def exact_stash() -> str:
     """Dense bytes of what networks save over what Sessions hold of it, without and with codes for dense values."""
     found: dict[str, dict[str, str]] = {}
+    coded: dict[str, str] = {}
     for row in load("exact-stash")["stash"]:
         without, whole = (row["saved_nbytes"] / row[f"{name}_nbytes"] for name in ("lossless", "dense"))
         text = f"{without:.2f} -> {whole:.2f} (x {whole / without:.2f})"
         found.setdefault(row["network"], {})[row["setting"]] = text
+        if row["setting"] == "bfloat16":
+            coded[row["network"]] = f"{row['coded_nbytes'] / row['lossless_nbytes']:.0%}"
     settings = ("bfloat16", "autocast", "float32")
-    rows = [(network, *(of.get(setting, "-") for setting in settings)) for network, of in found.items()]
-    return f"{machine_line('exact-stash')}\n\n{table(('network', *settings), rows)}"
+    rows = [(name, *(of.get(each, "-") for each in settings), coded[name]) for name, of in found.items()]
+    head = ("network", *settings, "in codes already, bfloat16")
+    return f"{machine_line('exact-stash')}\n\n{table(head, rows)}"
 
 
 def exact_plans() -> str:
