@@ -658,7 +658,7 @@ class Course:
             tried.append(bucket.found)
             over = bucket.found.reached_nbytes - budget
             if over <= 0:
-                self._is_kept()
+                self._take_as_kept()
                 return
             # The same plan again would reach as much: what is reserved may be far above what a plan predicts.
             bucket.margin = max(bucket.margin + over + (over >> 3), budget - plan.peak_nbytes + 1)
@@ -670,7 +670,7 @@ class Course:
             if least.reached_nbytes > budget:
                 self._say_over(budget)
             else:
-                self._is_kept()
+                self._take_as_kept()
 
     def _survey_again(self, why: str) -> Waiting:
         """Profiles another step, because a budget seems to be too small (Note: [freed unseen])."""
@@ -692,8 +692,8 @@ class Course:
         yield from self._step()
         self._times = []
 
-    def _is_kept(self) -> None:
-        """A step was counted that keeps the budget."""
+    def _take_as_kept(self) -> None:
+        """Takes back that the budget is not kept, as a step was counted that keeps it."""
         bucket = self._bucket
         if bucket.is_over:
             bucket.is_over, bucket.found = False, replace(bucket.found, trouble="")
@@ -768,7 +768,7 @@ class Course:
                 said = f"steps of {bucket.signature} were asked for within {budget} bytes, but took {budget + over}."
                 raise BatchTooLargeError(BudgetError(said, budget + over, plan.seconds, plan))
             if over <= 0:
-                self._is_kept()
+                self._take_as_kept()
                 return
             if is_leanest:
                 self._say_over(budget)
