@@ -355,6 +355,14 @@ def backward_engine() -> Callable[..., Any]:
     return engine
 
 
+def unheard_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of one number by ``x``. Nobody hears of its pass who listens to those of ``torch.autograd``."""
+    found: tuple[torch.Tensor] = _torchs_backward_engine(
+        (y,), (torch.ones_like(y),), False, False, (x,), False, accumulate_grad=False
+    )
+    return found[0]
+
+
 def replace_backward_engine(engine: Callable[..., Any]) -> None:
     """Have ``torch.autograd`` start the engine by this function, which takes the same arguments."""
     _autograd._engine_run_backward = engine
@@ -643,8 +651,7 @@ def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
 def _passes_bounds() -> bool:
     with no_torch_function(), find("_C._DisableTorchDispatch")(), torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, device="cpu", requires_grad=True)
-        (gradient,) = torch.autograd.grad(x.clamp_min(0.0), x)
-        return bool(gradient)
+        return bool(unheard_gradient(x.clamp_min(0.0), x))
 
 
 clamp_passes_bounds: bool = _passes_bounds()
@@ -994,14 +1001,10 @@ def replace_function_apply(apply: Any) -> None:
     _autograd.Function.apply = apply
 
 
-_RUNS_CHECKPOINT = _checkpointing._checkpoint_without_reentrant_generator
-
-
 def checkpointed_arguments() -> list[tuple[str, Any]]:
     """Names and values of what the checkpointed function is called with, asked where its hooks are installed."""
     frame: FrameType | None = sys._getframe(1)
-    name = getattr(_RUNS_CHECKPOINT, "__name__", "")
-    while frame is not None and frame.f_code.co_name != name:
+    while frame is not None and frame.f_code.co_name not in CHECKPOINT_RUNNERS:
         frame = frame.f_back
     if frame is None:
         return []

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.base import is_dense
-from backstash.torch_internals import storage_use_count
+from backstash.torch_internals import storage_use_count, unheard_gradient
 
 UseCounts = tuple[int, ...]
 """References to a tensor's Python object, to the tensor, to its storage and to the storage's Python object; of a view
@@ -128,7 +128,7 @@ def _collecting() -> Iterator[list[UseCounts]]:
 def _counts(step: Callable[[Tensor], Tensor], x: Tensor) -> UseCounts:
     """The counts that the first kernel of the step's backward takes; ``x.grad`` is untouched."""
     with _collecting() as counts:
-        torch.autograd.grad((step(x) * 2.0).sum(), x)
+        unheard_gradient((step(x) * 2.0).sum(), x)
     return counts[0]
 
 

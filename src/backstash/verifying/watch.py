@@ -202,7 +202,7 @@ class WatchedRun:
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> WatchedRun:
-        prepare()  # what a Session would measure by backward passes of its own
+        prepare()  # a Session inside could not measure, because our hooks lie around it
         ignore_global_hooks_of_compiled_modules()
         self._before = hook_pushing()
         self._engine = backward_engine()
