@@ -1,4 +1,4 @@
-"""A long step is timed while it is recorded; a time that the model does not expect is taken again."""
+"""What a long step takes is measured in a few steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn, randn
 
 from backstash.planning.measure import profiling
 from backstash.planning.measure.profiling import profile
-from backstash.planning.model.plan import Plan
 from backstash.planning.search.planner import Planner
+from backstash.session import Session
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], None], nn.Module, list[float]]:
@@ -31,6 +31,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], None], nn.Mod
     return step, model, times
 
 
+def settled_sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """A list of the Sessions that are asked to settle soon."""
+    found: list[Session] = []
+    settle = Session.settle_soon
+
+    def noted(session: Session) -> None:
+        found.append(session)
+        settle(session)
+
+    monkeypatch.setattr(Session, "settle_soon", noted)
+    return found
+
+
 def test_a_profile_of_a_long_step_runs_it_five_times(monkeypatch: pytest.MonkeyPatch) -> None:
     step, model, times = counted(monkeypatch)
     times[:] = [9.0, 2.0, 9.0, 9.0, 2.5, 77.0]  # warm and recorded, twice; then with everything kept
@@ -39,16 +52,15 @@ def test_a_profile_of_a_long_step_runs_it_five_times(monkeypatch: pytest.MonkeyP
     assert times == [77.0]
 
 
-def test_a_time_that_is_expected_is_taken_once_and_another_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_under_a_plan_is_timed_as_training_settles_down_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step, model, times = counted(monkeypatch)
     found = profile(step, model, min_nbytes=0)
     assert found.clock is not None and found.rehearse is not None
     plan = Planner(replace(found)).plan("90%")  # a copy has no ways to run the step
-    asked = replace(plan, seconds=1.02, plain_seconds=1.0)
-    assert isinstance(asked, Plan)
-    times[:] = [9.0, 1.04, 77.0]
-    found.rehearse(asked)  # type: ignore[call-arg]  # no method
-    assert found.clock(asked) == pytest.approx(1.04) and times == [77.0]
-    times[:] = [9.0, 1.8, 9.0, 0.9, 9.0, 1.08, 77.0]  # rehearsed; then two plain steps, and two under the plan
-    found.rehearse(asked)  # type: ignore[call-arg]
-    assert found.clock(asked) == pytest.approx(1.08 / 0.9) and times == [77.0]
+    settled = settled_sessions(monkeypatch)
+    times[:] = [9.0, 9.0, 9.0, 0.9, 9.0, 1.08, 77.0]  # rehearsed; then two plain steps, and two under the plan
+    found.rehearse(plan)  # type: ignore[call-arg]  # no method
+    assert found.clock(plan) == pytest.approx(1.08 / 0.9) and times == [77.0]
+    times[:] = [9.0, 0.99, 77.0]  # plain steps were timed before
+    assert found.clock(plan) == pytest.approx(1.1) and times == [77.0]
+    assert len(settled) == 2 and settled[0] is settled[1]

@@ -11,7 +11,7 @@ from step_problems import drawn_profile
 from torch import nn
 
 from backstash.planning.measure.profiling import profile
-from backstash.planning.measure.survey import Stopwatch
+from backstash.planning.measure.survey import Stopwatch, Survey
 from backstash.planning.model.peak import PeakModel
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
@@ -20,6 +20,7 @@ from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.run.unhooked import Unhooked
 from backstash.planning.search.greedy import Frontier, frontier
 from backstash.planning.search.planner import Planner
+from backstash.stash.value import Value
 
 TICK = 0.001
 """How much later it is each time that the clock is asked."""
@@ -185,6 +186,26 @@ def test_values_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
     remade = [[c for v in found.values for c in v.choices if c.kind == "recompute"] for found in profiles]
     assert len(remade[1]) >= len(remade[0]) + 17
     assert len({choice.seconds for choice in remade[1]}) <= 4
+
+
+def test_the_recorded_step_tries_no_codec_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps before it have tried all of them, so its record is short and it waits for nothing."""
+    tried: dict[str, int] = {}
+    try_codecs = Survey._try_codecs
+
+    def noted(survey: Survey, value: Value, *others: Any) -> None:
+        tried[value.key] = tried.get(value.key, 0) + 1
+        try_codecs(survey, value, *others)
+
+    monkeypatch.setattr(Survey, "_try_codecs", noted)
+    monkeypatch.setattr(course, "MOST_TRIED", 64)
+    session, model, x = Budgeted("80%", min_nbytes=256), Cells(), torch.randn(16, 32)
+    while session.found.plan is None:
+        with session:
+            loss = model(x).square().mean()
+        loss.backward()
+    assert len(tried) == 12 and set(tried.values()) == {1}, tried
+    session.close()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -182,6 +182,15 @@ def test_programs_are_printed(twin: Twin) -> None:
     assert "Hold(" in text
 
 
+def test_a_session_that_is_asked_settles_in_two_passes(twin: Twin) -> None:
+    twin.step(images())
+    twin.session.settle_soon()
+    twin.step(images())
+    assert not twin.session._is_replayed
+    twin.step(images())
+    assert twin.session._is_replayed
+
+
 def test_another_shape_is_given_back_and_learned_anew(twin: Twin) -> None:
     twin.settle(images())
     twin.step(images(batch=6))

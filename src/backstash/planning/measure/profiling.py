@@ -46,8 +46,8 @@ from backstash.telling import note_progress
 LONG = 0.2
 """Seconds from which on a step is timed while it is recorded: what that adds is next to nothing of it."""
 
-EXPECTED = 0.05
-"""How far, in plain steps, a time that was taken once may be from what the model predicts. Else it is taken again."""
+MOST_REHEARSED = 8
+"""How many Sessions that have tried a plan are there for its time."""
 
 FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
 """Shorter plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are
@@ -112,7 +112,7 @@ def profile(
     with _undone(step, models, link is not None, is_told=True) as runs:
         note_progress("recording a plain step")
         plain_nbytes = _plain_peak(runs, device)
-        seconds, plain_times = runs.seconds, [runs.seconds]
+        seconds = runs.seconds
         survey = Survey(tries)
         keep = KeepForSurvey()
         kept = Session(keep, model=model, min_nbytes=min_nbytes)
@@ -138,30 +138,27 @@ def profile(
         cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
         found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
 
-    times: dict[object, float] = {}  # of long steps under plans
+    plain_times: list[float] = []  # of long steps
+    rehearsed: dict[object, Session] = {}
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
+        session = Session(policy, model=model, min_nbytes=min_nbytes)
         with _undone(step, models, link is not None) as runs:
-            events = _recorded(runs, Session(policy, model=model, min_nbytes=min_nbytes), Births())
-            if runs.seconds >= LONG:
-                times[_what_is_done(policy)] = runs.seconds
+            events = _recorded(runs, session, Births())
+        if len(rehearsed) >= MOST_REHEARSED:
+            del rehearsed[next(iter(rehearsed))]
+        rehearsed[_what_is_done(policy)] = session
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
     def clock(policy: Policy) -> float:
-        own = times.get(_what_is_done(policy))
-        if own is not None and plain_times[0] >= LONG:
-            if not _is_expected(policy, own / min(plain_times)):
-                with _undone(step, models, link is not None) as runs:
-                    for session in (None, Session(policy, model=model, min_nbytes=min_nbytes)):
-                        for _ in range(2):  # the second finds the heap as a step of its kind has left it
-                            runs.once(session)
-                        if session is None:
-                            plain_times.append(runs.seconds)
-                    own = min(own, runs.seconds)
-            return own / min(plain_times)
+        session = rehearsed.get(_what_is_done(policy)) or Session(policy, model=model, min_nbytes=min_nbytes)
         with _undone(step, models, link is not None) as runs:
-            plain, own = _in_turns(step, runs.restore, Session(policy, model=model, min_nbytes=min_nbytes))
-        return own / plain
+            if seconds < LONG:
+                plain, own = _in_turns(step, runs.restore, session)
+                return own / plain
+            if not plain_times:
+                plain_times.append(runs.second())
+            return runs.settled(session) / min(plain_times)
 
     def off_by(policy: Policy) -> float | None:
         with _undone(step, models, link is not None) as runs:
@@ -202,11 +199,6 @@ def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, m
     with session.watched_by(probe.watcher), probe.waiting(), session:
         step()
     return probe.squares
-
-
-def _is_expected(policy: Policy, times_plain: float) -> bool:
-    """Whether a plan's step takes about as long as the plan predicts; if not, that may be other work of the machine."""
-    return isinstance(policy, Plan) and abs(times_plain - policy.seconds / policy.plain_seconds) <= EXPECTED
 
 
 def _what_is_done(policy: Policy) -> object:
@@ -256,6 +248,17 @@ class _Runs:
         if self._is_first:
             self._is_first = False
             _require_undoable(self._state)
+
+    def second(self, session: Session | None = None) -> float:
+        """Returns the time of the second of two steps, which finds the heap as a step of its kind has left it."""
+        self.once(session)
+        self.once(session)
+        return self.seconds
+
+    def settled(self, session: Session) -> float:
+        """Returns the time of a step as training settles down to it (replay/), under a Session that has run before."""
+        session.settle_soon()
+        return self.second(session)
 
 
 @contextmanager

@@ -10,6 +10,10 @@ Note: [kinds of values]
     holds for all that are like it: read by the same op in the same role, of the same spec, held by the same codec, or
     remade by the same calls on tensors of the same specs. The bytes of a codec whose size depends on the numbers are
     asked of each value. Values below SMALL take as long as each other, whatever their shape.
+
+    In a loop of the program's own, values are tried in several steps, and then a step is recorded. It takes the bytes
+    that a value's codecs had in the step that tried them: those of another step's numbers, as in each later step. So
+    little is tried in the recorded step, and its record is short.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -83,14 +87,14 @@ class KindMeasurements:
         codecs: seconds to encode and to decode.
         fixed: what was found out, where a codec's size does not depend on the numbers.
         recipes: seconds to find out how a value is remade, seconds to remake it, and whether the calls may run fused.
-        keys: of the values of which all kinds were measured.
+        values: what was found out about values whose codecs were all tried, by their keys.
     """
 
     def __init__(self) -> None:
         self.codecs: dict[ValueKind, tuple[float, float]] = {}
         self.fixed: dict[ValueKind, Rounded] = {}
         self.recipes: dict[ValueKind, tuple[float, float, bool]] = {}
-        self.keys: set[str] = set()
+        self.values: dict[str, SurveyedValue] = {}
 
 
 class Stopwatch:
@@ -316,27 +320,36 @@ class Survey(Births):
         super().decided(value, whole, find_recipe)
         if value.key in self.found:  # the same place once more: its first value stands for both
             return
-        if self._seconds < math.inf and (value.key in self._measured.keys or not self._may_try()):
+        nbytes = whole.untyped_storage().nbytes()
+        before = self._measured.values.get(value.key)
+        if before is not None and (before.facts.spec, before.facts.need, before.nbytes) != (
+            facts.spec,
+            facts.need,
+            nbytes,
+        ):
+            before = None  # it is that of a step of another shape
+        if self._seconds < math.inf and (before is not None or not self._may_try()):
             return
-        found = SurveyedValue(facts, whole.untyped_storage().nbytes(), [Choice.keep(whole.untyped_storage().nbytes())])
+        found = SurveyedValue(facts, nbytes, [Choice.keep(nbytes)]) if before is None else replace(before)
         self.found[value.key] = found
         self.keys.setdefault(id(value), []).append(value.key)
         self._alive.append(value)
         started = time.perf_counter()
         note_progress("asking each value what its forms would cost", len(self.found))
         with no_torch_function(), torch.no_grad():
-            self._try_codecs(value, facts, whole, found)
-            if "bounded" in self.tries:
-                self._try_rounding(value, facts, whole, found)
-            if "offload" in self.tries and facts.need is not Need.SHAPE:
-                found.movable = _movable(value, found)
+            if before is None:
+                self._try_codecs(value, facts, whole, found)
+                if "bounded" in self.tries:
+                    self._try_rounding(value, facts, whole, found)
+                if "offload" in self.tries and facts.need is not Need.SHAPE:
+                    found.movable = _movable(value, found)
+                self._measured.values[value.key] = replace(found)  # without what it is remade from, which is alive
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
                 self._try_recipe(recipe, find_recipe, whole, found)
             else:
                 found.reason = recipe
-        self._measured.keys.add(value.key)
         self.spent += time.perf_counter() - started
 
     def _may_try(self) -> bool:
