@@ -366,6 +366,11 @@ class Session:
         if self._steps:
             self._names.start_over()
 
+    @property
+    def accounts(self) -> Step:
+        """The accounts of the step in progress, or of the latest one."""
+        return self._forward.step
+
     def settle_soon(self) -> None:
         """The next pass is written down (replay/) without waiting for equal ones, so the one after it is settled."""
         self._names.learned.passes.needed = 0
@@ -524,11 +529,12 @@ class Session:
             self._live.prefetcher.begin_step(self.policy)
             if self._live.monitor is not None:
                 self._live.monitor.begin_step(1)
-        elif self._forward.step.accounts and not self._has_graph() and not in_backward():
+        elif self._forward.step.accounts and not self.has_graph and not in_backward():
             self._begin_step()
             self.prepare(self._forward.step)  # this tensor goes the long way in any case
 
-    def _has_graph(self) -> bool:
+    @property
+    def has_graph(self) -> bool:
         """Whether autograd holds anything that was saved."""
         return self._live.saved != 0 or (self._replaying is not None and self._replaying.alive != 0)
 

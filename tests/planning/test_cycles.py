@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from backstash.errors import BudgetError
 from backstash.planning.run.budgeted import Budgeted
-from backstash.planning.run.cycles import MOST_SEEN, PATIENCE, cycles_of
+from backstash.planning.run.cycles import MOST_SEEN, PATIENCE, Order, cycles_of
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -71,6 +71,36 @@ def test_a_program_that_never_repeats_itself_ends_its_step_with_the_first_value(
     assert found_after(passes) == (1, PATIENCE)
     passes = [{f"{number}"} for number in range(99)]
     assert found_after(passes) == (MOST_SEEN + 1, MOST_SEEN + 1)
+
+
+def test_a_step_that_begins_after_others_ends_where_nothing_is_held_for_later() -> None:
+    """As in the pipeline schedule 1F1B, whose passes in the middle look like steps of one pass each."""
+    order, one = Order(), CRITIC
+    passes = [one | {f"{key}@2" for key in one}, *[one] * 12, set()]
+    found = [0]
+    while not found[-1]:
+        number = len(order.passes) % len(passes)
+        order.add(passes[number], may_be_last=number == len(passes) - 1)
+        found.append(order.first_period())
+    assert found[-1] == len(passes)
+
+
+def test_a_program_that_always_holds_something_for_later_has_a_step() -> None:
+    order = Order()
+    for _ in range(MOST_SEEN):
+        order.add(CRITIC, may_be_last=False)
+        order.add(set(), may_be_last=False)
+    assert order.first_period() == 2
+
+
+def test_a_step_begins_where_nothing_is_held_for_it() -> None:
+    """Before the first step of a pipeline's last rank, a pass tells what shapes come."""
+    order = Order()
+    order.add(GENERATOR)
+    for number in range(8):
+        order.add(CRITIC if number % 4 == 0 else set(), may_be_last=number % 4 == 3)
+    assert order.first_period() == 4
+    assert [order.ahead_of(4, phase) for phase in (0, 1, 2, 3)] == [0, 3, 2, 1]
 
 
 @given(st.lists(st.sets(st.integers(0, 5).map(str)), min_size=1, max_size=6))
@@ -179,6 +209,43 @@ def test_a_plan_is_for_all_passes_of_a_step(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
     assert (run.period, run.forwards) == (cycles, forwards)
     assert run.found.plain_nbytes == pytest.approx(plain_peak_of(program), rel=0.25)
+    assert run.found.plan is not None and run.found.plan.unknown == ()
+    assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
+
+
+class Normed(nn.Module):
+    """A residual block, of whose norm a plan makes the result again: then its statistics are decided on as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's result, of the shape of ``x``."""
+        result: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return result
+
+
+@pytest.mark.parametrize("budget", ["90%", "80%", "70%"])
+def test_each_loss_of_a_step_has_its_own_backward_pass(budget: str) -> None:
+    """What is decided on in these passes differs between keeping everything and a plan; what they save does not."""
+    losses = 4
+
+    def train(context: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Normed(), Normed(), nn.Linear(WIDTH, 20))
+        for _ in range(STEPS // 2):
+            with context:
+                found = [model(x).square().mean() for x in rows().chunk(losses)]
+            for loss in found:
+                loss.backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    run = Budgeted(budget, min_nbytes=0)
+    expected, found = train(contextlib.nullcontext()), train(run)
+    run.close()
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert run.period == losses
     assert run.found.plan is not None and run.found.plan.unknown == ()
     assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
 

@@ -45,9 +45,6 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
-
-from backstash.codecs.base import Encoded
 from backstash.errors import BatchTooLargeError, BudgetError
 from backstash.planning.measure.events import Event
 from backstash.planning.measure.link import Link
@@ -144,50 +141,6 @@ def uncollected() -> Iterator[None]:
 def usual(times: Sequence[float]) -> float:
     """Returns the median of the faster half of some times: other work, of the machine or of the course, only adds."""
     return median(sorted(times)[: (len(times) + 1) // 2])
-
-
-class Keys(Births):
-    """Notes the values of a pass, and tells another watcher everything.
-
-    Attributes:
-        keys: the keys of the values with their specs.
-        inner: the other watcher; None for nobody.
-    """
-
-    def __init__(self) -> None:
-        self.keys: dict[str, str] = {}
-        self.inner: Births | None = None
-
-    def storing(self, encoded: Encoded) -> None:
-        """Tells it."""
-        if self.inner is not None:
-            self.inner.storing(encoded)
-
-    def fetched(self, encoded: Encoded) -> None:
-        """Tells it."""
-        if self.inner is not None:
-            self.inner.fetched(encoded)
-
-    def taken(self, memory: Tensor) -> None:
-        """Tells it."""
-        if self.inner is not None:
-            self.inner.taken(memory)
-
-    def released(self, memory: Tensor) -> None:
-        """Tells it."""
-        if self.inner is not None:
-            self.inner.released(memory)
-
-    def decided(self, value: Any, whole: Tensor, find_recipe: Any) -> None:
-        """Notes a value, and tells it."""
-        self.keys[value.key] = str(value.facts.spec)
-        if self.inner is not None:
-            self.inner.decided(value, whole, find_recipe)
-
-    def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
-        """Tells it."""
-        if self.inner is not None:
-            self.inner.read(tensor, is_stored, key)
 
 
 class MeasuredLoop(Protocol):
@@ -289,6 +242,7 @@ class Course:
         self._is_for_others = is_for_others
         self._keeping: tuple[KeepForSurvey, Session] | None = None  # for that step
         self._bucket = bucket
+        self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._seconds = 0.0  # of a plain step
         self._plain: list[float] = []  # times of plain steps
         self._times: list[float] | None = None  # of steps as they run now; None where they are not timed
@@ -455,9 +409,6 @@ class Course:
             self._run(bucket, keeping[-1])
 
         def wait() -> None:
-            session = self._bucket.session
-            if session is not None and session.policy is keeping[-1]:
-                keeping[-1].note(session.report())
             assert owner.last is not None
             self._bucket = owner.last
             self._wait_under(None if is_first else before)
@@ -492,12 +443,12 @@ class Course:
         bucket.is_predicted = False
 
     def _asked(self, profile: StepProfile, keeping: KeepForSurvey, skipped: set[str]) -> StepProfile:
-        """The profile, with what a plan will be asked about beside its values."""
-        owner = self._owner
+        """The profile, with what a plan is asked about beside its values: all else that the recorded step saved."""
+        owner, recorded = self._owner, self._recorded
         planned = {value.key for value in profile.values}
-        of_others = owner.order.values - {without_cycle(key) for key in planned}
-        skipped |= {key for key in keeping.asked if without_cycle(key) in of_others}
-        others = tuple(key for key in keeping.asked if key not in planned and key not in skipped)
+        of_others = owner.order.values - {without_cycle(key) for key in planned | recorded.keys()}
+        skipped = (skipped | {key for key in keeping.asked if without_cycle(key) in of_others}) - recorded.keys()
+        others = tuple(key for key in keeping.asked | recorded if key not in planned and key not in skipped)
         return replace(profile, others=others, cycles=owner.forwards)
 
     def _record_for_others(self) -> Waiting:
@@ -519,7 +470,6 @@ class Course:
 
         def stop() -> None:
             assert owner.last is not None and self._keeping is not None
-            keeping.note(self._keeping[1].report())
             owner.retire(self._keeping[1])
             self._bucket, self._keeping = owner.last, None
 
@@ -873,8 +823,10 @@ class Course:
             recording.begin_step()
             told = watcher()
             owner.watch(told)
+            self._recorded = {}
             for _ in range(period):
                 yield "cycle"
+                self._recorded |= owner.passed
             owner.watch(None)
             is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
             if self._is_for_others:

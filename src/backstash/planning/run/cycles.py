@@ -3,7 +3,13 @@
 Note: [steps of several passes]
     The critic of an adversarial pair runs in each of a step's passes, and the generator in one of them. So it is not
     enough that a value comes back: the passes of two whole steps are compared, one by one. Passes that save mostly the
-    same values are of one kind, and a step is the shortest sequence of kinds that repeats itself.
+    same values are of one kind, and a step is the shortest sequence of kinds that repeats itself. What was saved is
+    compared, and not what was decided on: under a plan some values are decided on that a call held before, such as the
+    statistics of a norm whose input is made again, and when that is may differ from step to step.
+
+    A pipeline has several micro-batches in flight, so a pass may save nothing, or what a later one reads. A step that
+    is found in the middle of others, or has passes that save nothing, ends with a pass after which nothing is held for
+    another, as long as there are such passes.
 
     What runs before training counts as the first pass, or is a part of it: a parametrization that is registered, a lazy
     layer that learns its shape, a sanity check. So if the first passes do not come back, they are left out. Where all
@@ -60,21 +66,24 @@ class Order:
         self.passes: list[int] = []
         self.pattern: tuple[int, ...] = ()
         self.is_mixed = False
+        self._is_last: list[bool] = []  # for each of these passes, whether nothing was held for another one after it
         self._kinds: list[Set[str]] = []
         self._odd: int | None = None  # the first pass that was not the one of the pattern
 
     def clear(self) -> None:
         """Forgets the passes, but not their kinds."""
         self.passes.clear()
+        self._is_last.clear()
         self._odd = None
         if len(self._kinds) > MOST_KINDS:
             self._kinds, self.pattern = [], ()
 
-    def add(self, keys: Iterable[str]) -> None:
+    def add(self, keys: Iterable[str], may_be_last: bool = True) -> None:
         """Notes a pass.
 
         Args:
-            keys: of the values that were saved before it.
+            keys: of what was saved before it.
+            may_be_last: whether nothing is held for another one after it.
         """
         values = {without_cycle(key) for key in keys}
         found = next((kind for kind, known in enumerate(self._kinds) if _are_alike(known, values)), None)
@@ -82,8 +91,9 @@ class Order:
             found = len(self._kinds)
             self._kinds.append(values)
         self.passes.append(found)
+        self._is_last.append(may_be_last)
         if len(self.passes) > MOST_PASSES:
-            del self.passes[0]
+            del self.passes[0], self._is_last[0]
             self._odd = None if self._odd is None else max(0, self._odd - 1)
 
     @property
@@ -104,7 +114,8 @@ class Order:
         if seen <= MOST_SEEN and len(set(self.passes)) < seen:
             return 0
         first = self._kinds[self.passes[0]]
-        back = next((index for index in range(1, seen) if first & self._kinds[self.passes[index]]), 0)
+        may_begin = [index for index in range(1, seen) if self._is_last[index - 1] or not any(self._is_last)]
+        back = next((index for index in may_begin if first & self._kinds[self.passes[index]]), 0)
         return back or (seen if seen > MOST_SEEN else 0)
 
     def settle(self, period: int, phase: int) -> None:
@@ -170,6 +181,17 @@ class Order:
                 return shift
         return None
 
+    def ahead_of(self, period: int, phase: int) -> int:
+        """Returns by how many passes steps begin too late, if one begins while something is held for its first pass.
+
+        Args:
+            period: how many passes a step has.
+            phase: how many passes of the step in progress have run.
+        """
+        last = next((age for age, is_last in enumerate(reversed(self._is_last)) if is_last), phase)
+        is_whole = phase < len(self._is_last) and self._is_last[-1 - phase]
+        return 0 if is_whole else (last - phase) % period
+
     def _start_of(self, period: int) -> int:
         """From which pass on all of them come again after so many passes."""
         start = len(self.passes) - period
@@ -181,9 +203,17 @@ class Order:
         """The shortest period of the passes from one of them on, of which two are there; 0 if there is none."""
         seen = len(self.passes)
         for period in range(1, min((seen - start) // 2, MOST_CYCLES) + 1):
-            if self._start_of(period) <= start:
+            if self._start_of(period) <= start and self._may_be_step(start, period):
                 return period
         return 0
+
+    def _may_be_step(self, start: int, period: int) -> bool:
+        """Whether so many passes from one on may be a step: else some of what they hold is for others."""
+        if self._is_last[start + period - 1] and (not start or self._is_last[start - 1]):
+            return True
+        if start or not all(self._kinds[kind] for kind in self.passes[:period]):
+            return len(self.passes) > MOST_SEEN and not any(self._is_last)
+        return True
 
 
 def cycles_of(passes: Sequence[Set[str]]) -> int:

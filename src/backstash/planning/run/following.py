@@ -13,13 +13,14 @@ from torch import nn
 from backstash.capture import passes
 from backstash.planning.measure.events import Thread
 from backstash.planning.measure.recording import Recording
-from backstash.planning.measure.survey import Births
+from backstash.planning.measure.survey import Births, Silent
 from backstash.planning.run.buckets import Bucket
-from backstash.planning.run.course import Awaited, Course, Keys
+from backstash.planning.run.course import Awaited, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.spans import Spans
 from backstash.planning.run.unhooked import Unhooked
 from backstash.session import Session
+from backstash.stash.accounts import Step
 
 PATIENCE = 64
 """For how many backward passes the profiler may wait for a place where it can be started."""
@@ -63,7 +64,7 @@ class Following:
         period: backward passes in a step; 0 as long as that is not known.
         forwards: forward passes in a step, or several in a row for one backward pass.
         cycles: backward passes of steps so far; a step begins where they are a multiple of the period.
-        passed: the values of the last backward pass that was watched, by their keys with their specs.
+        passed: what was saved before the last backward pass whose kind was noted, by the keys with the specs.
         order: the kinds of passes (Note: [longer periods] in cycles.py).
         hears_all: whether every backward pass is followed, also where nothing is measured any more.
     """
@@ -83,11 +84,15 @@ class Following:
         self.forwards = 1
         self.passed: dict[str, str] = {}
         self.order = Order()
-        self._keys = Keys()
+        self._counted: tuple[weakref.ref[Step] | None, int] = (
+            None,
+            0,
+        )  # the accounts that the passes before this one had
         self._is_ordering = False  # whether the kinds of passes are noted
         self._left = 0  # passes whose kinds are noted in any case
         self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
-        self._watcher: Births | None = None
+        self._asked: Births | None = None  # the watcher that is asked for
+        self._watcher: Births | None = None  # and the one that watches
         self._watching = ExitStack()
         self._course: Course | None = None
         self._running: Generator[Awaited, None, None] | None = None
@@ -129,8 +134,9 @@ class Following:
 
     def watch(self, watcher: Births | None) -> None:
         """From now on, that watcher is told what the Sessions do; None for nobody."""
-        self._keys.inner = watcher
-        self._watcher = self._keys if self._is_ordering else watcher
+        self._asked = watcher
+        # A pass that is replayed, or in which a Session has nothing to do, would have no accounts.
+        self._watcher = Silent() if watcher is None and self._is_ordering else watcher
         self._attach()
 
     def _attach(self, session: Session | None = None) -> None:
@@ -264,13 +270,13 @@ class Following:
         if not self._is_ordering:
             self._is_ordering = True
             self._forget_order()
-            self._keys.keys.clear()
-        self.watch(self._keys.inner)
+            self._take_saved()
+        self.watch(self._asked)
 
     def end_order(self) -> None:
         """From now on the kinds of passes are not noted any more, unless a question is left."""
         self._stop_ordering()
-        self.watch(self._keys.inner)
+        self.watch(self._asked)
 
     def _stop_ordering(self) -> None:
         is_open = bool(self.period) and (self._left > 0 or self.order.unresolved > 0)
@@ -285,6 +291,7 @@ class Following:
         if not self.period:
             self.period = self.order.first_period()
             if self.period > 1:
+                self.cycles += self.order.ahead_of(self.period, self.phase)
                 self.forwards = self._forwards_of(self.period)
             if self.period:
                 self.order.settle(self.period, self.phase)
@@ -299,9 +306,8 @@ class Following:
         if isinstance(self._session, Unhooked):  # nobody knows what it has saved
             self._forget_order()
             return
-        self.passed = dict(self._keys.keys)
-        self._keys.keys.clear()
-        self.order.add(self.passed)
+        self.passed = self._take_saved()
+        self.order.add(self.passed, may_be_last=not self._session.has_graph)
         self._begun.append(self.begun)
         self._left = max(0, self._left - 1)
         if self.period and not self.order.is_mixed and self.order.is_odd(self.period, (self.cycles - 1) % self.period):
@@ -310,6 +316,15 @@ class Following:
             self._stop_ordering()
             if not self._is_ordering:
                 self.watch(None)
+
+    def _take_saved(self) -> dict[str, str]:
+        """What was saved since it was asked last, by the keys with the specs."""
+        step, (before, count) = self._session.accounts, self._counted
+        if before is None or before() is not step:
+            count = 0
+        self._counted = weakref.ref(step), len(step.accounts)
+        facts = (each for account in step.accounts[count:] for each in (account.facts, *(account.shared_by or ())))
+        return {each.key: str(each.spec) for each in facts}
 
     def _resolve(self) -> None:
         """Finds out why a pass was not the one of the pattern, if enough of them were seen since."""
