@@ -271,3 +271,9 @@ def without_cycle(key: str) -> str:
     path, slash, rest = key.partition("/")
     before, plus, number = path.rpartition("+")
     return f"{before}{slash}{rest}" if plus and number.isdecimal() else key
+
+
+def first_life_of(key: str) -> str:
+    """Returns the key that a value had when it was decided on first (stash/encode.py names its later lives)."""
+    where, colon, role = key.rpartition(":")
+    return f"{where}{colon}{role.partition('~')[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -105,3 +106,38 @@ def test_three_quarters_of_plain_are_enough(name: str, activation: str) -> None:
     tidy()
     assert not plan.unknown
     assert bs.measure(under, repeats=1).peak_nbytes <= 0.76 * profile.plain_peak_nbytes
+
+
+class Attention(nn.Module):
+    """Attention over eight tokens at a time, after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What was attended to, added to ``x``."""
+        query, key, value = self.qkv(self.norm(x)).view(-1, 8, 3 * WIDTH).chunk(3, -1)
+        return x + nn.functional.scaled_dot_product_attention(query, key, value).reshape(-1, WIDTH)
+
+
+def test_statistics_that_are_decided_on_again_are_known(recwarn: pytest.WarningsRecorder) -> None:
+    """A call held them while everything was kept; under a plan they are values, and again in the second backward."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Attention(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def train(session: bs.Budgeted | None) -> list[Tensor]:
+        for number in range(20):
+            x = torch.randn(POINTS, WIDTH, generator=torch.Generator().manual_seed(number)).requires_grad_()
+            with session or nullcontext():
+                y = model(x)
+                loss = y.square().mean() + derivative(y, x).square().mean()
+            model.zero_grad()
+            loss.backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    session = bs.Budgeted("97%", min_nbytes=0)
+    assert all(torch.equal(one, other) for one, other in zip(train(None), train(session), strict=True))
+    session.close()
+    assert session.found.plan is not None and session.found.plan.unknown == ()
+    assert not [each for each in recwarn if "knows no such value" in str(each.message)]

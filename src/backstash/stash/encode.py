@@ -17,7 +17,7 @@ from backstash.codecs import base
 from backstash.codecs.base import Codec, Draft, is_dense
 from backstash.errors import CodecRefusedError, NeedNotMetError, UnknownNameError
 from backstash.policies.base import Action, Keep, Outcome, Policy, Recompute, Slice, Stash, knows_room
-from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.saved import Need, SavedTensor, TensorSpec, first_life_of
 from backstash.stash import looking
 from backstash.stash.decode import follow_original
 from backstash.stash.drafts import Drafted, DraftedForm, Drafts, expect_whole
@@ -377,9 +377,8 @@ class Encoder:
 
 def _next_life(key: str, before: str) -> str:
     """The key of a value that is decided on once more (Note: [backward with a graph]): ``key~2``, then ``key~3``."""
-    where, _, role = key.rpartition(":")
     life = before.rpartition(":")[2].partition("~")[2]
-    return f"{where}:{role.partition('~')[0]}~{int(life or 1) + 1}"
+    return f"{first_life_of(key)}~{int(life or 1) + 1}"
 
 
 def strength(saved: Saved) -> tuple[int, float]:

@@ -23,7 +23,7 @@ from backstash.policies import Action, Keep, Policy
 from backstash.policies.base import Rewriting
 from backstash.proofs import environment, proofs
 from backstash.rewrites.chunked_loss import chunked_loss
-from backstash.saved import Need, SavedTensor
+from backstash.saved import Need, SavedTensor, first_life_of
 from backstash.stores import DiskStore, HostStore, Store
 
 SMALLEST = 16 << 10
@@ -211,7 +211,8 @@ class Plan(Policy):
             return action_of(decision, saved, self.store, self.is_empty)
         if self.is_empty:
             return Keep("the plan is empty, because the plain step fits")
-        if saved.need is not Need.SHAPE and saved.key not in self._others:  # a plan lets go of what is a shape
+        is_other = saved.key in self._others or first_life_of(saved.key) in self._others
+        if saved.need is not Need.SHAPE and not is_other:  # a plan lets go of what is a shape
             if not self._unknown:
                 warnings.warn(
                     f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
@@ -223,7 +224,7 @@ class Plan(Policy):
             self._unknown.setdefault(saved.key)
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
-        if decision is None and saved.need is not Need.SHAPE and saved.key in self._others:
+        if decision is None and saved.need is not Need.SHAPE and is_other:
             return Keep("the plan counts it as it is")
         return LOSSLESS.decide(saved)
 
