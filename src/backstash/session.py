@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 MIN_NBYTES = learned.SMALLEST
 """Tensors smaller than this are kept, unless a Session is told otherwise."""
 
+MOST_DROPPED = 4096
+"""How many values of graphs that are gone without a backward pass are noted, as in an evaluation with gradients."""
+
 CHECK_LIMIT = 0.3
 """Relative errors of a gradient above this are warned of: the noise has a tenth of the gradient's energy."""
 
@@ -442,6 +445,8 @@ class Session:
 
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
+        is_noted = self._live.watcher is not None and not self._live.unpacked
+        dropped = self.accounts.saved_after() if is_noted else {}
         self._live.comparisons.check(waits=True)
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()
@@ -457,6 +462,8 @@ class Session:
         self._names.begin_step()
         self._is_prepared = False
         self._begin_pass()
+        if 0 < len(dropped) <= MOST_DROPPED:
+            self.accounts.dropped = dropped
         self._live.unpacked = False  # last: what is interrupted before that is done again
 
     def _begin_pass(self) -> None:

@@ -138,12 +138,15 @@ class Step:
         named: how many saved tensors were named.
         recognised: how many of these were named as in an earlier step, and treated so.
         is_whole: whether the Session was not left by an error in this step; else nothing is learned of it.
+        dropped: what was saved since the last backward pass and is gone without one, as a generator's graph behind
+            ``detach()``: by the keys with the specs. It is noted where somebody watches.
     """
 
     __slots__ = (
         "__weakref__",
         "accounts",
         "calls",
+        "dropped",
         "is_whole",
         "named",
         "parameters",
@@ -161,6 +164,12 @@ class Step:
         self.proven = self.repeated = 0
         self.named = self.recognised = 0
         self.is_whole = True
+        self.dropped: dict[str, str] = {}
+
+    def saved_after(self, count: int = 0) -> dict[str, str]:
+        """What was saved after so many accounts were opened, with what was dropped after none: specs by keys."""
+        facts = (each for account in self.accounts[count:] for each in (account.facts, *(account.shared_by or ())))
+        return ({} if count else self.dropped) | {each.key: str(each.spec) for each in facts}
 
     def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
         """An account for a storage that was not saved before in this step."""

@@ -323,8 +323,7 @@ class Following:
         if before is None or before() is not step:
             count = 0
         self._counted = weakref.ref(step), len(step.accounts)
-        facts = (each for account in step.accounts[count:] for each in (account.facts, *(account.shared_by or ())))
-        return {each.key: str(each.spec) for each in facts}
+        return step.saved_after(count)
 
     def _resolve(self) -> None:
         """Finds out why a pass was not the one of the pattern, if enough of them were seen since."""
