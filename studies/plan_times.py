@@ -29,6 +29,7 @@ import torch
 
 import backstash as bs
 from backstash.bits import equal_bits
+from backstash.capture.learned import EQUAL_PASSES
 from backstash.errors import BudgetError
 from backstash.planning.search.planner import Planner
 from backstash.report.meter import CountedPeak
@@ -50,7 +51,7 @@ CASES = (
     Case("gpt2-50257_words", "gpt2_words", 1, 256, needs="transformers"),
 )
 
-SETTLING = 6
+SETTLING = EQUAL_PASSES + 2
 """After so many equal steps a Session has settled down to them."""
 
 SHARES = (0.9, 0.6)

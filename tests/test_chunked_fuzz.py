@@ -9,12 +9,10 @@ below three times the error that plain PyTorch has in the dtypes of the case.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import pickle
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from backstash.rewrites import LogitRows, chunked_loss, chunked_rows
+from tests.drawn_cases import run_for_a_while
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 """Largest relative error of a loss and of a gradient, by the coarsest dtype of a case."""
@@ -384,23 +383,5 @@ def test_a_loss_without_its_logits_has_the_numbers_of_plain_pytorch(group: int) 
             raise AssertionError(f"{case}: {error}") from error
 
 
-def main() -> None:
-    """Runs cases for a while, and prints those that fail."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--first", type=int, default=1000, help="the first seed")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    end, seed, failed = time.monotonic() + given.seconds, given.first, 0
-    while time.monotonic() < end:
-        try:
-            check(Case.draw(seed))
-        except Exception as error:
-            failed += 1
-            print(f"{Case.draw(seed)}: {type(error).__name__}: {error}", flush=True)
-        seed += 1
-    print(f"{seed - given.first} cases, of which {failed} failed")
-
-
 if __name__ == "__main__":
-    main()
+    run_for_a_while(__doc__, Case.draw, check)

@@ -446,7 +446,7 @@ class Session:
     def _begin_step(self) -> None:
         """A forward pass begins after a backward pass: the accounts start afresh."""
         is_noted = self._live.watcher is not None and not self._live.unpacked
-        dropped = self.accounts.saved_after() if is_noted else {}
+        dropped = self.accounts.take_saved() if is_noted else {}
         self._live.comparisons.check(waits=True)
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()

@@ -10,11 +10,9 @@ the budget.
 
 from __future__ import annotations
 
-import argparse
 import random
-import time
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +27,8 @@ import backstash as bs
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError
 from backstash.planning.run import course
+from tests.drawn_cases import run_for_a_while
+from tests.networks.blocks import Attention, Residual
 
 WIDTH, STEPS = 32, 24
 DEFAULT_CASES, GROUP = 32, 4
@@ -38,17 +38,6 @@ FAILED = (2011, 2020)
 
 Open = Callable[[], AbstractContextManager[object]]
 """Opens the Session around a forward pass, where it is to be there."""
-
-
-class Residual(nn.Module):
-    def __init__(self, norm: nn.Module, act: Callable[[Tensor], Tensor], drop: float) -> None:
-        super().__init__()
-        self.norm, self.act, self.drop = norm, act, nn.Dropout(drop)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.drop(self.down(self.act(self.up(self.norm(x)))))
-        return result
 
 
 class Cell(nn.Module):
@@ -65,29 +54,16 @@ class Cell(nn.Module):
         return state
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm(x)).view(-1, 8, 3 * WIDTH).chunk(3, -1)
-        weights = torch.softmax(
-            query @ key.transpose(-1, -2) / WIDTH**0.5, -1
-        )  # a fused kernel may have no second derivative
-        return x + (weights @ value).reshape(-1, WIDTH)
-
-
 def drawn_layer(draw: random.Random) -> nn.Module:
     """A layer of any kind."""
     kind = draw.randrange(5)
     if kind < 2:
         norm = draw.choice((nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d))(WIDTH)
         act = draw.choice((torch.relu, F.gelu, F.silu, torch.tanh))
-        return Residual(norm if draw.random() < 0.8 else nn.Identity(), act, draw.choice((0.0, 0.0, 0.1)))
+        return Residual(WIDTH, norm if draw.random() < 0.8 else nn.Identity(), act, draw.choice((0.0, 0.0, 0.1)))
     if kind == 2:
         return Cell(draw.randrange(1, 4))
-    return Attention() if kind == 3 else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+    return Attention(WIDTH) if kind == 3 else nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
 
 
 def loss_of(y: Tensor) -> Tensor:
@@ -299,22 +275,22 @@ def check(case: Case) -> str:
     try:
         found = case.train(session, session is None)
     except BudgetError:
-        return "refused"
+        return f"{case.kind} refused"
     finally:
         if session is not None:
             session.close()
     same = [equal_bits(one, other) for one, other in zip(expected, found, strict=True)]
     assert all(same), f"{same.count(False)} of {len(same)} tensors have other bits, the first is {same.index(False)}"
     if session is None:
-        return "kept by a model"
+        return f"{case.kind} of a wrapped model"
     reached = session.found
     if reached.plan is None:
-        return "not planned yet"
+        return f"{case.kind} not planned yet"
     # Drawn passes differ from step to step, and two passes of one model by so little that they are taken for one kind.
     if case.kind != "drawn passes" and not (case.kind == "adversarial" and len(case.layers) == 1):
         assert not reached.plan.unknown, f"the plan does not know {reached.plan.unknown[:3]}"
         assert reached.reached_nbytes <= reached.budget_nbytes, f"the budget is not kept: {reached}"
-    return "planned"
+    return f"{case.kind} planned"
 
 
 @pytest.mark.slow
@@ -329,27 +305,7 @@ def test_programs_under_a_budget_have_the_bits_of_plain_pytorch(seeds: Sequence[
             raise AssertionError(f"{case}: {error}") from error
 
 
-def main() -> None:
-    """Runs cases for a while, and prints those that fail and what became of the others."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--first", type=int, default=1000, help="the first seed")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     course.LEAST = float("inf")  # whatever there is to compute is computed between two steps
-    end, seed, found = time.monotonic() + given.seconds, given.first, Counter[tuple[str, str]]()
-    while time.monotonic() < end:
-        case = Case.draw(seed)
-        try:
-            found[case.kind, check(case)] += 1
-        except Exception as error:
-            found[case.kind, "failed"] += 1
-            print(f"{case}: {type(error).__name__}: {error}", flush=True)
-        seed += 1
-    for (kind, what), count in sorted(found.items()):
-        print(f"{kind}: {count} {what}")
-
-
-if __name__ == "__main__":
-    main()
+    run_for_a_while(__doc__, Case.draw, check)

@@ -19,6 +19,7 @@ from backstash.errors import BudgetError
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.run.cycles import MOST_SEEN, PATIENCE, Order, cycles_of
 from backstash.report.meter import CountedPeak
+from tests.networks.blocks import Residual
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 WIDTH = 64
@@ -213,19 +214,6 @@ def test_a_plan_is_for_all_passes_of_a_step(name: str) -> None:
     assert 0 < run.found.reached_nbytes <= run.found.budget_nbytes
 
 
-class Normed(nn.Module):
-    """A residual block, of whose norm a plan makes the result again: then its statistics are decided on as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The block's result, of the shape of ``x``."""
-        result: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return result
-
-
 @pytest.mark.parametrize("budget", ["90%", "80%", "70%"])
 def test_each_loss_of_a_step_has_its_own_backward_pass(budget: str) -> None:
     """What is decided on in these passes differs between keeping everything and a plan; what they save does not."""
@@ -233,7 +221,7 @@ def test_each_loss_of_a_step_has_its_own_backward_pass(budget: str) -> None:
 
     def train(context: AbstractContextManager[Any]) -> list[Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(Normed(), Normed(), nn.Linear(WIDTH, 20))
+        model = nn.Sequential(Residual(WIDTH), Residual(WIDTH), nn.Linear(WIDTH, 20))
         for _ in range(STEPS // 2):
             with context:
                 found = [model(x).square().mean() for x in rows().chunk(losses)]

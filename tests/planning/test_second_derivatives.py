@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
+from tests.networks.blocks import Attention
 
 WIDTH, POINTS = 64, 256
 
@@ -108,26 +109,10 @@ def test_three_quarters_of_plain_are_enough(name: str, activation: str) -> None:
     assert bs.measure(under, repeats=1).peak_nbytes <= 0.76 * profile.plain_peak_nbytes
 
 
-class Attention(nn.Module):
-    """Attention over eight tokens at a time, after a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What was attended to, added to ``x``."""
-        query, key, value = self.qkv(self.norm(x)).view(-1, 8, 3 * WIDTH).chunk(3, -1)
-        weights = torch.softmax(
-            query @ key.transpose(-1, -2) / WIDTH**0.5, -1
-        )  # a fused kernel may have no second derivative
-        return x + (weights @ value).reshape(-1, WIDTH)
-
-
 def test_statistics_that_are_decided_on_again_are_known(recwarn: pytest.WarningsRecorder) -> None:
     """A call held them while everything was kept; under a plan they are values, and again in the second backward."""
     torch.manual_seed(3)
-    model = nn.Sequential(Attention(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(Attention(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def train(session: bs.Budgeted | None) -> list[Tensor]:
         for number in range(20):

@@ -189,6 +189,8 @@ def test_a_session_that_is_asked_settles_in_two_passes(twin: Twin) -> None:
     assert not twin.session._is_replayed
     twin.step(images())
     assert twin.session._is_replayed
+    twin.step(images(batch=6))
+    assert twin.passes.needed == learned.EQUAL_PASSES  # and the next ones are waited for
 
 
 def test_another_shape_is_given_back_and_learned_anew(twin: Twin) -> None:

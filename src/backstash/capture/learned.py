@@ -137,7 +137,7 @@ class Passes:
         """The passes differ: it takes twice as many equal ones until the next is written down."""
         self.script = self.read = None
         self.equal, self.since = 0, 0
-        self.needed = min(2 * self.needed, MOST_EQUAL_PASSES)
+        self.needed = min(max(EQUAL_PASSES, 2 * self.needed), MOST_EQUAL_PASSES)
 
 
 class Learned:

@@ -138,12 +138,13 @@ class Step:
         named: how many saved tensors were named.
         recognised: how many of these were named as in an earlier step, and treated so.
         is_whole: whether the Session was not left by an error in this step; else nothing is learned of it.
-        dropped: what was saved since the last backward pass and is gone without one, as a generator's graph behind
-            ``detach()``: by the keys with the specs. It is noted where somebody watches.
+        dropped: what was saved before this step and is gone without a backward pass, as a generator's graph behind
+            ``detach()``: by the keys with the specs. It is noted where somebody watches, until it is taken.
     """
 
     __slots__ = (
         "__weakref__",
+        "_taken",
         "accounts",
         "calls",
         "dropped",
@@ -165,11 +166,14 @@ class Step:
         self.named = self.recognised = 0
         self.is_whole = True
         self.dropped: dict[str, str] = {}
+        self._taken = 0  # accounts that were
 
-    def saved_after(self, count: int = 0) -> dict[str, str]:
-        """What was saved after so many accounts were opened, with what was dropped after none: specs by keys."""
-        facts = (each for account in self.accounts[count:] for each in (account.facts, *(account.shared_by or ())))
-        return ({} if count else self.dropped) | {each.key: str(each.spec) for each in facts}
+    def take_saved(self) -> dict[str, str]:
+        """What was saved or dropped since it was asked last, by the keys with the specs."""
+        accounts, dropped = self.accounts[self._taken :], self.dropped
+        self._taken, self.dropped = len(self.accounts), {}
+        facts = (each for account in accounts for each in (account.facts, *(account.shared_by or ())))
+        return dropped | {each.key: str(each.spec) for each in facts}
 
     def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
         """An account for a storage that was not saved before in this step."""
@@ -179,7 +183,7 @@ class Step:
 
     def begin_again(self) -> None:
         """Another pass has the same accounts: nothing was proven in it yet, and all of it was seen before."""
-        self.proven = self.repeated = 0
+        self.proven = self.repeated = self._taken = 0
         self.recognised = self.named
 
     @property

@@ -47,7 +47,7 @@ LONG = 0.2
 """Seconds from which on a step is timed while it is recorded: what that adds is next to nothing of it."""
 
 MOST_REHEARSED = 8
-"""How many Sessions that have tried a plan are there for its time."""
+"""How many Sessions that have tried a plan are kept, to time it without a first step."""
 
 FEWEST, ROUNDS, SECONDS = 3, 8, 2.0
 """Shorter plain steps and steps under a Session are timed in turns: at least FEWEST of each, and then until there are
@@ -117,7 +117,7 @@ def profile(
         keep = KeepForSurvey()
         kept = Session(keep, model=model, min_nbytes=min_nbytes)
         events = _recorded(runs, kept, survey)
-        keep.note(kept.report())
+        asked = keep.asked | kept.accounts.take_saved()  # with what a call held, so that nothing was decided on it
         session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
         with session.watched_by(Silent()):
             if seconds < LONG:
@@ -134,11 +134,11 @@ def profile(
         line = Timeline(events, device)
         found = profile_of(line, survey, plain_nbytes, seconds, models, device, link, squares)
         planned = {value.key for value in found.values}
-        others = tuple(key for key in keep.asked if key not in planned)
-        cycles = 1 + max((cycle_of(key) for key in keep.asked), default=0)
+        others = tuple(key for key in asked if key not in planned)
+        cycles = 1 + max(map(cycle_of, asked), default=0)
         found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
 
-    plain_times: list[float] = []  # of long steps
+    plain_times: list[float] = []  # of a long step, once it is asked for
     rehearsed: dict[object, Session] = {}
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
@@ -151,14 +151,17 @@ def profile(
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
     def clock(policy: Policy) -> float:
-        session = rehearsed.get(_what_is_done(policy)) or Session(policy, model=model, min_nbytes=min_nbytes)
+        known = rehearsed.get(_what_is_done(policy))
+        session = known or Session(policy, model=model, min_nbytes=min_nbytes)
         with _undone(step, models, link is not None) as runs:
             if seconds < LONG:
                 plain, own = _in_turns(step, runs.restore, session)
                 return own / plain
+            if known is None:
+                runs.once(session)
             if not plain_times:
                 plain_times.append(runs.second())
-            return runs.settled(session) / min(plain_times)
+            return runs.settled(session) / plain_times[0]
 
     def off_by(policy: Policy) -> float | None:
         with _undone(step, models, link is not None) as runs:

@@ -46,7 +46,6 @@ from backstash.remake.proving import equals, fetch_unguarded
 from backstash.remake.recipes import Recipe
 from backstash.saved import Need, SavedTensor, TensorSpec
 from backstash.stash.encode import misreads, without_error
-from backstash.stash.ledger import Report
 from backstash.stash.value import Value
 from backstash.telling import note_progress
 from backstash.torch_internals import no_torch_function
@@ -87,14 +86,15 @@ class KindMeasurements:
         codecs: seconds to encode and to decode.
         fixed: what was found out, where a codec's size does not depend on the numbers.
         recipes: seconds to find out how a value is remade, seconds to remake it, and whether the calls may run fused.
-        values: what was found out about values whose codecs were all tried, by their keys.
+        values: what was found out about values whose codecs were all tried, by their keys, specs, needs and bytes:
+            steps of other shapes may have been among those that tried them.
     """
 
     def __init__(self) -> None:
         self.codecs: dict[ValueKind, tuple[float, float]] = {}
         self.fixed: dict[ValueKind, Rounded] = {}
         self.recipes: dict[ValueKind, tuple[float, float, bool]] = {}
-        self.values: dict[str, SurveyedValue] = {}
+        self.values: dict[tuple[str, TensorSpec, Need, int], SurveyedValue] = {}
 
 
 class Stopwatch:
@@ -139,8 +139,7 @@ class KeepForSurvey(Policy):
         cycles: as in Policy.
 
     Attributes:
-        asked: keys of the tensors that it was asked about, in the order of the questions; then of those that were
-            not decided on in that step.
+        asked: keys of the tensors that it was asked about, in the order of the questions.
     """
 
     is_fixed = True
@@ -154,12 +153,6 @@ class KeepForSurvey(Policy):
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
         self.asked.setdefault(saved.key)
         return Stash(Shape()) if saved.need is Need.SHAPE else Keep()
-
-    def note(self, report: Report) -> None:
-        """Adds what a step has saved and not decided on, because one of its calls held that."""
-        for row in report.rows:
-            for key in (row.key, *row.shared_by):
-                self.asked.setdefault(key)
 
 
 class KeepForTiming(KeepForSurvey):
@@ -321,13 +314,8 @@ class Survey(Births):
         if value.key in self.found:  # the same place once more: its first value stands for both
             return
         nbytes = whole.untyped_storage().nbytes()
-        before = self._measured.values.get(value.key)
-        if before is not None and (before.facts.spec, before.facts.need, before.nbytes) != (
-            facts.spec,
-            facts.need,
-            nbytes,
-        ):
-            before = None  # it is that of a step of another shape
+        place = value.key, facts.spec, facts.need, nbytes
+        before = self._measured.values.get(place)
         if self._seconds < math.inf and (before is not None or not self._may_try()):
             return
         found = SurveyedValue(facts, nbytes, [Choice.keep(nbytes)]) if before is None else replace(before)
@@ -343,7 +331,7 @@ class Survey(Births):
                     self._try_rounding(value, facts, whole, found)
                 if "offload" in self.tries and facts.need is not Need.SHAPE:
                     found.movable = _movable(value, found)
-                self._measured.values[value.key] = replace(found)  # without what it is remade from, which is alive
+                self._measured.values[place] = replace(found)  # without what it is remade from, which is alive
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):

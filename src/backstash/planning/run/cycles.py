@@ -114,7 +114,8 @@ class Order:
         if seen <= MOST_SEEN and len(set(self.passes)) < seen:
             return 0
         first = self._kinds[self.passes[0]]
-        may_begin = [index for index in range(1, seen) if self._is_last[index - 1] or not any(self._is_last)]
+        is_known = any(self._is_last)
+        may_begin = [index for index in range(1, seen) if self._is_last[index - 1] or not is_known]
         back = next((index for index in may_begin if first & self._kinds[self.passes[index]]), 0)
         return back or (seen if seen > MOST_SEEN else 0)
 

@@ -20,7 +20,6 @@ from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.spans import Spans
 from backstash.planning.run.unhooked import Unhooked
 from backstash.session import Session
-from backstash.stash.accounts import Step
 
 PATIENCE = 64
 """For how many backward passes the profiler may wait for a place where it can be started."""
@@ -84,10 +83,6 @@ class Following:
         self.forwards = 1
         self.passed: dict[str, str] = {}
         self.order = Order()
-        self._counted: tuple[weakref.ref[Step] | None, int] = (
-            None,
-            0,
-        )  # the accounts that the passes before this one had
         self._is_ordering = False  # whether the kinds of passes are noted
         self._left = 0  # passes whose kinds are noted in any case
         self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
@@ -270,7 +265,7 @@ class Following:
         if not self._is_ordering:
             self._is_ordering = True
             self._forget_order()
-            self._take_saved()
+            self._session.accounts.take_saved()
         self.watch(self._asked)
 
     def end_order(self) -> None:
@@ -306,7 +301,7 @@ class Following:
         if isinstance(self._session, Unhooked):  # nobody knows what it has saved
             self._forget_order()
             return
-        self.passed = self._take_saved()
+        self.passed = self._session.accounts.take_saved()
         self.order.add(self.passed, may_be_last=not self._session.has_graph)
         self._begun.append(self.begun)
         self._left = max(0, self._left - 1)
@@ -316,14 +311,6 @@ class Following:
             self._stop_ordering()
             if not self._is_ordering:
                 self.watch(None)
-
-    def _take_saved(self) -> dict[str, str]:
-        """What was saved since it was asked last, by the keys with the specs."""
-        step, (before, count) = self._session.accounts, self._counted
-        if before is None or before() is not step:
-            count = 0
-        self._counted = weakref.ref(step), len(step.accounts)
-        return step.saved_after(count)
 
     def _resolve(self) -> None:
         """Finds out why a pass was not the one of the pattern, if enough of them were seen since."""

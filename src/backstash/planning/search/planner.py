@@ -5,10 +5,10 @@ Note: [rehearsed plans]
     kernels allocate in a different way when their input is remade. So a plan of a profile that was taken just now is
     tried in a step of its own. The peak that this step reaches is the plan's predicted one. If it is above the budget,
     a smaller solution is tried; if it is below, perhaps a faster one fits. What is reserved for other numbers is added
-    to what a step reaches (Note: [reserve] in problem.py). Then the step is timed, in turns with plain steps, and the
-    time that it takes is the plan's predicted one. The error of its gradients is measured as well. If it
-    is above the limit, a plan within a lower limit is looked for. What the policy lossless does is tried and timed as
-    well, because no plan of the same bytes should be slower. A program that trains in its own loop is asked for no
+    to what a step reaches (Note: [reserve] in problem.py). Then the step is timed, as training settles down to it, and
+    the time that it takes is the plan's predicted one. The error of its gradients is measured as well. If it is above
+    the limit, a plan within a lower limit is looked for. What the policy lossless does is tried and timed as well,
+    because no plan of the same bytes should be slower. A program that trains in its own loop is asked for no
     steps, so its plans keep to what is predicted.
 """
 
