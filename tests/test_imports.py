@@ -168,6 +168,7 @@ ALLOWED: dict[str, set[str]] = {
         "capture.naming",
         "capture.passes",
         "gradient_error",
+        "ops.backends",
         "ops.cpu.library",
         "session",
         "rewrites.chunked_loss",

@@ -161,6 +161,11 @@ def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: 
     )
 
 
+def prepare() -> None:
+    """Lists now the functions that may be called once more, which torch takes a while for."""
+    _overridable()
+
+
 @functools.cache
 def _overridable() -> frozenset[Callable[..., Any]]:
     """Functions that a mode sees and whose arguments are all that a program gives them."""

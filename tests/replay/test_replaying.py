@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash import Session
+from backstash import Session, policies
 from backstash.capture import learned
 from backstash.codecs import Minifloat
 from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
@@ -128,7 +128,7 @@ def _of_text(name: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tens
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
-@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "gist_lossless"])
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", "gist_lossless", "gist_fp8", "quantized"])
 @pytest.mark.parametrize("network", ["resnet50", "gpt2", "llama"])
 def test_a_replayed_step_is_as_one_that_goes_the_long_way(network: str, policy: str, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
@@ -144,9 +144,12 @@ def test_a_replayed_step_is_as_one_that_goes_the_long_way(network: str, policy: 
 
     expected = [grad.clone() for grad in gradients(_nothing())]
     session = Session(policy, model=model, min_nbytes=MIN_NBYTES, stop_if_useless=False)
+    is_exact = policies.describe(policy).is_exact
     reports = []
     for _ in range(STEPS + 3):
         found = gradients(session)
+        if not is_exact and not session._is_replayed:  # in the first steps it is decided which values are rounded
+            expected = [grad.clone() for grad in found]
         assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
         reports.append((session._is_replayed, session.report(), session._live.peak_nbytes))
     if session._forward.is_idle:

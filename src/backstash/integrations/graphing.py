@@ -34,7 +34,7 @@ from backstash import accelerator, graphs
 from backstash.arguments import check_count, check_model
 from backstash.errors import GraphError
 from backstash.numerics import settings
-from backstash.policies.base import knows_room
+from backstash.policies.base import STEADY, Policy, knows_room
 from backstash.session import Session
 from backstash.torch_internals import autocast_of, tree_flatten, tree_map_only, tree_unflatten
 
@@ -426,10 +426,15 @@ def _check_session(session: Session) -> None:
         reason = "it makes plans while the program runs (replan=)"
     elif session.check:
         reason = f"it measures or compares by check={session.check!r}, for which the host waits"
-    elif session.policy.revision is not None or (not session.policy.is_fixed and knows_room(session.policy)):
+    elif _changes_its_mind(session.policy):
         reason = f"its policy {session.policy!r:.80} changes what it does by what it sees of each step"
     if reason:
         raise GraphError(
             f"graphed was asked to capture steps of a Session, but {reason}, and a graph does the same in each replay. "
             "Use a Session without that, with a policy such as lossless or quantized, or with a plan as it is."
         )
+
+
+def _changes_its_mind(policy: Policy) -> bool:
+    is_steady = policy.revision is None or policy.revision is STEADY
+    return not is_steady or (not policy.is_fixed and knows_room(policy))

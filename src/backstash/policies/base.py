@@ -23,9 +23,13 @@ from backstash.torch_internals import no_torch_function
 LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
 """The autograd nodes of losses, which some policies leave alone."""
 
+STEADY = "steady"
+"""The revision of a policy that never says something else of the same readers."""
+
 __all__ = [
     "LOSSES",
     "MAX_DEPTH",
+    "STEADY",
     "Action",
     "Keep",
     "Outcome",
@@ -68,7 +72,7 @@ class Policy(ABC):
             tell it something. A subclass that overrides a method is not fixed, unless it says so itself.
         revision: an object that stays the same for as long as a policy that is not fixed gives the same readers the
             same action; :meth:`trace` and :meth:`observe` need not be called meanwhile. None: the policy may answer
-            otherwise at any time.
+            otherwise at any time. :data:`STEADY`: it never does.
         observes_changes: whether a policy with a revision is told, by :meth:`observe`, of each value that takes other
             bytes than the last time under that revision.
         watches_again: whether a policy with a revision is told, by :meth:`watch`, of what nodes save in every pass

@@ -10,7 +10,7 @@ from backstash.codecs import Binary, BlockQuant, FewBit, Signed, Zvc
 from backstash.codecs.base import SINGLES
 from backstash.codecs.fewbit.codec import ACTIVATIONS
 from backstash.codecs.fewbit.codec import BITS as CODE_BITS
-from backstash.policies.base import Action, Policy, Recompute, Stash
+from backstash.policies.base import STEADY, Action, Policy, Recompute, Stash
 from backstash.policies.exact import Lossless
 from backstash.saved import Effect, Need, SavedTensor
 
@@ -62,6 +62,8 @@ class Quantized(Policy):
 
     bits: int = 2
     recompute: bool = True
+
+    revision = STEADY
 
     def __post_init__(self) -> None:
         BlockQuant(self.bits)

@@ -27,10 +27,11 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from backstash import accelerator
+from backstash import accelerator, repeatable
 from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
+from backstash.ops.backends import serving
 from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.budget import check_device, families, limit_of_errors, parse_budget
@@ -152,6 +153,7 @@ class Budgeted(Following):
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.error_limit = error_limit
         self.device = device or accelerator.kind() or "cpu"
+        _prepare(self.device)
         self.link = measured(self.device, offload_to) if "offload" in self.tries else None
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
@@ -681,6 +683,17 @@ class Window:
         self._budgeted._leave_session(error)
         entry.end()  # not before, as in a Budgeted
         self._entry = None
+
+
+def _prepare(device_type: str) -> None:
+    """Does now what the first steps would do once for the process, since small steps take less time than that.
+
+    So does a full collection of garbage, which is about to come after the many modules that a process imports.
+    """
+    serving(device_type)
+    repeatable.prepare()
+    if gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2] // 2:
+        gc.collect()
 
 
 KEEPERS["budgeted"] = Budgeted
