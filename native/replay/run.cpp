@@ -383,7 +383,10 @@ void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, Py
 
 bool is_orphaned(const Slot& slot) {
     size_t own = slot.guard.defined();
-    for (const Packed* each : slot.members) own += each->dense.defined();
+    for (const Packed* each : slot.members) {
+        if (each->save->is_pinned) return false;  // a leaf is held as it is, in the memory that the program sees
+        own += each->dense.defined();
+    }
     return c10::raw::intrusive_ptr::use_count(slot.storage) == own;
 }
 

@@ -600,6 +600,36 @@ def test_a_graph_of_remade_values_may_be_read_twice_and_dropped() -> None:
     assert twin.session._replaying.alive == twin.session._replaying.nbytes == 0
 
 
+class Equilibrium(nn.Module):
+    """Calls a layer on a value, and on a leaf of the same numbers in whose graph it solves for the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One step of the iteration forward, one backward."""
+        with torch.no_grad():
+            z = self._next(torch.zeros_like(x), x)
+        z = self._next(z, x)
+        leaf = z.clone().detach().requires_grad_()
+        again = self._next(leaf, x)
+        z.register_hook(lambda grad: torch.autograd.grad(again, leaf, grad, retain_graph=True)[0] + grad)
+        return z.square().mean()
+
+    def _next(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.norm(F.relu(x + self.layer(z)))
+
+
+def test_a_leaf_is_held_where_codecs_decline_other_values() -> None:
+    """A leaf that is no parameter is nobody's to encode, also when the codecs of its place look again."""
+    torch.manual_seed(0)
+    twin = Twin(Equilibrium(), min_nbytes=0)
+    for _ in range(3 * STEPS):
+        twin.step(images())
+    assert twin.session._is_replayed, twin.passes.refusal
+
+
 class Revised(bs.policies.Wrapper):
     """Says another thing when it is told to, as a guard does."""
 

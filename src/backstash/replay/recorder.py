@@ -519,7 +519,8 @@ class _Writer:
             account=account,
             kept_as=(account.stash_nbytes, account.codec, account.reason, account.store),
         )
-        if stored.state.recipe is None and stored.state.form is None and place.declined is not None:
+        is_asked = place.declined is not None and not any(self._entries[each].save.is_pinned for each in members)
+        if is_asked and stored.state.recipe is None and stored.state.form is None:
             value.spares = SPARED if whole.device.type == "cpu" else PERIOD
             value.spared = max(1, place.spared)
         if stored.state.recipe is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -32,8 +33,8 @@ SMALLEST = 16 << 10
 STAGING = 16 << 20
 """Bytes of memory through which a plan's disk store writes. It is held before the step, and is not in its peak."""
 
-KEEPERS: dict[str, Callable[..., Any]] = {}
-"""What keeps a running program to a plan, by its name. The room ``run`` adds it: a plan imports nothing from above."""
+_KEEPERS = "backstash.planning.run"
+"""The room of what keeps a running program to a plan. It is above this one, so it is imported when it is asked for."""
 
 
 def open_store(store: str, directory: str) -> Store:
@@ -250,7 +251,7 @@ class Plan(Policy):
                 f"backstash.rewrites.chunked_loss(model)."
             )
         known: dict[str, Any] = {"plan": self, "device": self.device, "offload_to": self.directory or None}
-        make = KEEPERS["budgeted"]
+        make = import_module(f"{_KEEPERS}.budgeted").Budgeted
         return make(self.budget, self.allow, error_limit=self.error_limit or None, **known, **options)
 
     def guarded(self, budget: int | str | None = None, spill: str | None = None) -> Policy:
@@ -269,7 +270,7 @@ class Plan(Policy):
         Raises:
             PlanError: the budget means nothing, or the plan is predicted to exceed it.
         """
-        guarded: Policy = KEEPERS["guard"](self, budget, spill)
+        guarded: Policy = import_module(f"{_KEEPERS}.guard").guard(self, budget, spill)
         return guarded
 
     def action_for(self, saved: SavedTensor) -> Action:

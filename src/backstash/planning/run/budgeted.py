@@ -36,7 +36,7 @@ from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.budget import check_device, families, limit_of_errors, parse_budget
 from backstash.planning.model.explain import size
-from backstash.planning.model.plan import KEEPERS, Plan
+from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import Alike, Bucket, Buckets, Signature, signature_of, size_ratio
@@ -694,6 +694,3 @@ def _prepare(device_type: str) -> None:
     repeatable.prepare()
     if gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2] // 2:
         gc.collect()
-
-
-KEEPERS["budgeted"] = Budgeted

@@ -29,7 +29,7 @@ from backstash.codecs import Raw
 from backstash.errors import PlanError
 from backstash.planning.model.budget import parse_budget
 from backstash.planning.model.explain import size
-from backstash.planning.model.plan import KEEPERS, Plan
+from backstash.planning.model.plan import Plan
 from backstash.policies import Action, Keep, Policy, Recompute, Stash, get
 from backstash.policies.actions import Outcome
 from backstash.policies.base import Wrapper
@@ -264,6 +264,3 @@ class Guard(Wrapper):
             otherwise = Stash((*codecs, Raw()), self._spill)
             self._moved.add(saved.key)
         return otherwise
-
-
-KEEPERS["guard"] = guard
