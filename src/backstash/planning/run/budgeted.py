@@ -370,7 +370,9 @@ class Budgeted(Following):
         escalated = sum(guard.escalated for guard in self._guards)
         trouble = found.trouble or (MIXED if self.order.is_mixed else "")
         predicted = sum(each.is_predicted for each in planned)
-        found = replace(found, predicted=predicted)
+        course = self._course
+        progress = "" if course is None else f"no plan yet after {self.cycles} backward passes: {course.stage}"
+        found = replace(found, predicted=predicted, progress=progress)
         return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
 
     def report(self) -> Report:

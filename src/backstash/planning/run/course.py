@@ -67,7 +67,7 @@ from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import Bucket, Buckets, size_ratio
-from backstash.planning.run.cycles import Order
+from backstash.planning.run.cycles import MOST_CYCLES, Order
 from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
 from backstash.policies import Policy, get
@@ -88,6 +88,10 @@ SHARE, SHARE_OF_PLAIN, LEAST = 1.0, 2.0, 0.004
 """How long a slice of what the course computes may take: plain steps, also after a plain step, which has no hooks that
 take time as well, and seconds (Note: [bounded shares])."""
 
+PATIENT, MOST_HURRIED = 8, 4
+"""After how many steps without a plan a slice takes as much again as the first one did, and how many times that at
+most: a budget that no plan keeps is known when the search is over, and until then steps take more than it."""
+
 MOST_TRIED = 64
 """In how many steps choices are tried at most, before what is left is tried in the recorded one."""
 
@@ -101,7 +105,7 @@ MOST_SURVEYED = 3
 """How many steps are surveyed until a budget is refused (Note: [freed unseen])."""
 
 MOST_RECORDED = 24
-"""How many steps are recorded at most, until one is of the kind that is asked for."""
+"""How many steps of other kinds are recorded at most until one comes of the kind that is asked for."""
 
 MOST_MOVED = 4
 """How many steps are awaited at most until they stay on one thread."""
@@ -115,8 +119,9 @@ MOST_ALONE = 2
 MOST_PROBED = 3
 """How many steps are asked at most what rounding does to the gradients: a loss scale that overflows tells nothing."""
 
-PATIENCE = 6
-"""After how many forward passes of other shapes a course ends, to begin again when its own shape comes."""
+PATIENCE, MOST_PATIENT = 6, 4 * MOST_RECORDED
+"""After how many forward passes of other shapes a course ends, to begin again when its own shape comes: where one of
+them waits for a course of its own, and where none does."""
 
 Waiting = Generator[Awaited, None, None]
 
@@ -235,6 +240,9 @@ class Course:
         owner: the loop, which opens the Sessions.
         bucket: the kind of steps.
         is_for_others: whether a single step is recorded of it, or of another kind of which that helps as much.
+
+    Attributes:
+        stage: what it does now, in words.
     """
 
     def __init__(self, owner: MeasuredLoop, bucket: Bucket, is_for_others: bool = False) -> None:
@@ -249,12 +257,14 @@ class Course:
         self._used = 0.0  # seconds of the slice that follows the last pass which are used up already
         self._spent = 0.0  # seconds that were computed between steps
         self._passed = 0  # forward passes of other shapes since the last one of its own
+        self.stage = "the order of its passes is looked for"
 
     def is_over(self, bucket: Bucket) -> bool:
         """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
         is_own = bucket is self._bucket or (self._is_for_others and self._owner.buckets.helps(bucket))
         self._passed = 0 if is_own else self._passed + 1
-        return self._passed > PATIENCE and self._owner.buckets.largest() is not None
+        patience = MOST_PATIENT if bucket.is_done else PATIENCE
+        return self._passed > patience and self._owner.buckets.largest() is not None
 
     def session_for(self, bucket: Bucket) -> Session | None:
         """Returns the Session that the next step of a kind borrows; None where it has its own."""
@@ -315,11 +325,11 @@ class Course:
             else:
                 self._bucket.found = replace(self._bucket.found, seconds=usual(self._times))
 
-    def _slice(self, work: Iterator[None]) -> bool:
-        """Does some work. Returns whether it is done."""
+    def _slice(self, work: Iterator[None], times: float = 1.0) -> bool:
+        """Does some work, for so many times the usual share. Returns whether it is done."""
         with uncollected():
             began = clock()
-            until = began + self._share - self._used
+            until = began + times * self._share - self._used
             is_done = False
             while not is_done and clock() < until:
                 is_done = next(work, self) is self
@@ -330,8 +340,10 @@ class Course:
 
     def _steps_until(self, work: Iterator[None], is_enough: Callable[[], bool] = lambda: False) -> Waiting:
         """Does work between steps, until it is done or enough of it is."""
-        while not self._slice(work) and not is_enough():
+        waited = 0
+        while not self._slice(work, min(MOST_HURRIED, 1 + waited // PATIENT)) and not is_enough():
             yield from self._step()
+            waited += self._bucket.plan is None
 
     def _read(self, events: list[Event]) -> Generator[Awaited, None, Timeline]:
         """Reads a record between steps."""
@@ -397,6 +409,7 @@ class Course:
         before = bucket.session
         timed = min(PLAIN_STEPS, 1) if owner.is_hurried else PLAIN_STEPS
         if len(self._plain) < timed:
+            self.stage = "plain steps are timed"
             self._run_plain()
             for _ in range(MOST_RECORDED):
                 yield from self._step()
@@ -415,6 +428,7 @@ class Course:
 
         lines: list[list[Event]] = []
         keep()
+        self.stage = "it is tried what can be done with the values of a step"
         yield from self._try_choices(partial(Survey, owner.tries, watch, measured), is_first)
         yield from self._record(watcher, lines, is_first, keep, wait)
         if not lines and not is_first:
@@ -577,7 +591,12 @@ class Course:
                 surveyed += 1
                 yield from self._survey_again(f"{size(planner.floor_nbytes)} are there whatever is done with values")
                 continue
-            if not planner.has_found(nbytes):
+            is_refused = is_first and bucket.plan is None and planner.floor_nbytes > nbytes
+            if is_refused:
+                for _ in planner.search():  # at once, to say which budget would do
+                    pass
+            elif not planner.has_found(nbytes):
+                self.stage = "the best plan is searched for, and steps take what plain ones take"
                 yield from self._steps_until(planner.search(), partial(planner.has_found, nbytes))
             is_so_far = planner.has_found(nbytes) and not planner.is_searched
             try:
@@ -591,6 +610,8 @@ class Course:
                     if may_survey:
                         surveyed += 1
                         yield from self._survey_again(str(error))
+                        continue
+                    if is_first and (yield from self._see_all()):
                         continue
                     if is_first or owner.strict:
                         self._refuse(error)
@@ -621,6 +642,23 @@ class Course:
                 self._say_over(budget)
             else:
                 self._take_as_kept()
+
+    def _see_all(self) -> Generator[Awaited, None, bool]:
+        """Before a budget is refused: sees how other kinds of passes, if any were seen, belong to the step.
+
+        Where they do, all begins anew with a step of more passes. Returns whether they come in no order, so that the
+        budget may be a share of another one.
+        """
+        owner = self._owner
+        if owner.order.is_mixed or not owner.order.has_others:
+            return False
+        self.stage = "the order of its passes is looked for"
+        self._run(self._bucket, KeepForSurvey(cycles=owner.forwards))  # for plain steps say nothing of their passes
+        for _ in range(3 * MOST_CYCLES):
+            yield "cycle"
+            if owner.order.is_mixed:
+                return True
+        return False
 
     def _survey_again(self, why: str) -> Waiting:
         """Profiles another step, because a budget seems to be too small (Note: [freed unseen])."""
@@ -711,7 +749,10 @@ class Course:
             found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=int(plan.peak_nbytes * times), plan=plan)
             bucket.found = replace(found, plans=found.plans + 1)
             owner.use_alike(bucket, plan)
-            yield from self._count()
+            if not (yield from self._count()):
+                why = "no step of this shape could be counted"
+                bucket.found = replace(bucket.found, reached_nbytes=0, trouble=bucket.found.trouble or why)
+                return
             over = bucket.found.reached_nbytes - budget
             is_leanest = plan.peak_nbytes <= largest.planner.at_most(0).peak_nbytes
             if over > 0 and is_leanest and owner.strict:
@@ -816,8 +857,8 @@ class Course:
             yield "cycle"
         while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
             yield "cycle"
-        alone = 0
-        for tried in range(MOST_RECORDED):
+        alone = tried = others = 0
+        while others < MOST_RECORDED:
             if not recording.is_running:
                 return  # Note: [one thread] in recording.py
             recording.begin_step()
@@ -833,6 +874,7 @@ class Course:
                 is_own = owner.last is not None and owner.buckets.helps(owner.last)
             is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
             alone += is_own and not is_full
+            tried, others = tried + 1, 0 if is_own else others + 1
             if is_own and (is_full or alone > MOST_ALONE):
                 recording.end_step()
                 self._spent += told.spent if isinstance(told, Survey) else 0.0

@@ -162,6 +162,11 @@ class Order:
                 return period
         return 0
 
+    @property
+    def has_others(self) -> bool:
+        """Whether passes were seen, at any time, of kinds that the pattern does not have."""
+        return not set(range(len(self._kinds))) <= set(self.pattern)
+
     def values_in(self, period: int) -> int:
         """Returns how many values the latest so many passes have."""
         return sum(len(self._kinds[kind]) for kind in self.passes[-period:])

@@ -28,6 +28,7 @@ class Within:
         predicted: of how many of them the plan was there before their first step, because it followed from others.
         escalated: how many values were held in less than planned, because more than planned was held before them.
         retried: how many forward passes ran once more after an allocation had failed.
+        progress: what is done meanwhile, as long as there is no plan.
         trouble: why there is no plan, or why the budget may not be kept, or why a plan does less than is allowed; empty
             where all is well.
     """
@@ -47,16 +48,20 @@ class Within:
     predicted: int = 0
     escalated: int = 0
     retried: int = 0
+    progress: str = ""
     trouble: str = ""
 
     def __str__(self) -> str:
         """Planned, predicted and reached, in a line."""
         if self.plan is None:
-            return self.trouble or (
-                "training ended before a step could be planned, which takes nine backward passes on inputs of one "
+            return (
+                self.trouble
+                or self.progress
+                or "training ended before a step could be planned, which takes nine backward passes on inputs of one "
                 "shape, or some more where steps are small, outside of an optimizer's closure"
             )
-        parts = [f"budget {amount(self.budget_nbytes)} (plain {amount(self.plain_nbytes)})"]
+        plain = f" (plain {amount(self.plain_nbytes)})" if self.plain_nbytes else ""
+        parts = [f"budget {amount(self.budget_nbytes)}{plain}"]
         parts.append(f"planned {amount(self.planned_nbytes)}")
         if self.reached_nbytes:
             over = " (above the budget)" if self.reached_nbytes > self.budget_nbytes else ""
