@@ -239,7 +239,7 @@ def one(saved: SavedTensor, choice: str, kind: Any, **changes: Any) -> Plan:
     """A plan that does something with one value, and something with another one, so that it is not empty."""
     decision = Decision(saved.key, "a", saved.op, str(saved.spec), 16, choice, kind, 1, 0.0, 0.0, "")
     other = replace(decision, key="c/Relu#0:result", choice="recompute", kind="recompute")
-    return replace(PLANNER.plan("50%"), decisions=(decision, other), **changes)
+    return replace(PLANNER.plan("50%"), decisions=(decision, other), **{"peak_nbytes": 1024, **changes})
 
 
 def test_decisions_become_actions() -> None:
@@ -299,6 +299,18 @@ def test_a_plan_for_another_model_says_so() -> None:
     with pytest.warns(UserWarning, match="knows no such value"):
         found.decide(CONV)
     assert "it was made for another model. They are treated by the policy lossless" in found.notice()
+
+
+def test_of_trifles_that_a_plan_does_not_know_nothing_is_said() -> None:
+    found = one(RELU, "zvc", "encode", peak_nbytes=200 * 2 * CONV.spec.nbytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(2):
+            found.decide(replace(CONV, key=f"b/Convolution#{number}:input"))
+            found.decide(replace(CONV, key=f"b/Convolution#{number}:input"))
+    assert len(found.unknown) == 2
+    with pytest.warns(UserWarning, match="knows no such value"):  # all of them together are more
+        found.decide(replace(CONV, key="b/Convolution#2:input"))
 
 
 def test_an_empty_plan_keeps_what_it_does_not_know() -> None:

@@ -60,7 +60,10 @@ class Leaning:
         """Store what is to be remade from the storage at that address: it may change from now on."""
         for reference in self._values.pop(cdata, ()):
             value = reference()
-            if value is not None and value.state.recipe is not None:
+            if value is None:
+                continue
+            value.account.is_exposed = True
+            if value.state.recipe is not None:
                 without_gradients(partial(_store_instead, value, encoder))
         leaf = pending.get(cdata)
         if leaf is not None and not leaf.key:  # else others lean on it, from when it was held in another form

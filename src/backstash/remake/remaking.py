@@ -168,7 +168,10 @@ class Remaking:
         return recipe
 
     def find(self, value: Value, strongest: Saved) -> Recipe | str:
-        """How a value could be made again, whatever made it, before anything is done about it; or why it cannot be."""
+        """How a value could be made again, whatever made it, before anything is done about it; or why it cannot be.
+
+        Its account tells from then on whether the program could change what the value would have been made from.
+        """
         content = value.content
         if content is None or content.version != strongest.origin.version:
             return "what made it is not known"
@@ -180,6 +183,8 @@ class Remaking:
             and recipe.call.spec.dtype is not strongest.spec.dtype
         ):
             return "its storage is seen as different types"
+        if isinstance(recipe, Recipe):
+            self.tape.leaning.watch(value, dict.fromkeys(recipe.leaves), recipe.references)
         return recipe
 
     def sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:

@@ -61,6 +61,7 @@ class Account:
         saved_nbytes, stash_nbytes, codec, reason, encode_seconds, decode_seconds, decodes, store, stall_seconds,
             remake_seconds: as in Entry.
         is_of_region: whether a row of a compiled region has it.
+        is_exposed: whether the program could change what the value was, or would have been, made from.
     """
 
     __slots__ = (
@@ -69,6 +70,7 @@ class Account:
         "decodes",
         "encode_seconds",
         "facts",
+        "is_exposed",
         "is_of_region",
         "reason",
         "remake_seconds",
@@ -88,7 +90,7 @@ class Account:
         self.encode_seconds = self.decode_seconds = self.stall_seconds = 0.0
         self.decodes = 0
         self.remake_seconds = 0.0
-        self.is_of_region = False
+        self.is_of_region = self.is_exposed = False
 
     @property
     def device_nbytes(self) -> int:

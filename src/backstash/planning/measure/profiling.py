@@ -500,7 +500,7 @@ def _remade(
 
     Its time is a share of that of the call which makes ``together`` values at once.
     """
-    if value.parents is None:
+    if value.parents is None or (value.account is not None and value.account.is_exposed):
         return []
     keys = []
     for parent in value.parents:

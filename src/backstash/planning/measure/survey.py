@@ -45,6 +45,7 @@ from backstash.remake.onepass import has_form
 from backstash.remake.proving import equals, fetch_unguarded
 from backstash.remake.recipes import Recipe
 from backstash.saved import Need, SavedTensor, TensorSpec
+from backstash.stash.accounts import Account
 from backstash.stash.encode import misreads, without_error
 from backstash.stash.value import Value
 from backstash.telling import note_progress
@@ -208,6 +209,7 @@ class SurveyedValue:
         exact: the choice of them that leaves out zeros or keeps fewer bits; None where there is none.
         parents: the values that it would be remade from; None where it cannot be remade.
         remake_seconds: time to remake it once from them.
+        account: of the value; where it is exposed, the value cannot be remade either.
         reason: why it cannot be remade, or what is repeated.
         calls: names of the calls that this takes (see CallPlace).
         in_place: whether one of them has worked in place.
@@ -223,6 +225,7 @@ class SurveyedValue:
     choices: list[Choice]
     exact: Choice | None = None
     parents: tuple[Value, ...] | None = None
+    account: Account | None = None
     remake_seconds: float = 0.0
     reason: str = ""
     calls: tuple[str, ...] = ()
@@ -335,7 +338,7 @@ class Survey(Births):
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
-                self._try_recipe(recipe, find_recipe, whole, found)
+                self._try_recipe(recipe, find_recipe, value, whole, found)
             else:
                 found.reason = recipe
         self.spent += time.perf_counter() - started
@@ -428,9 +431,14 @@ class Survey(Births):
             return max(0, makes.draft(whole, known).encoded.nbytes - encoded.nbytes)
 
     def _try_recipe(
-        self, recipe: Recipe, find_recipe: Callable[[], Recipe | str], whole: Tensor, found: SurveyedValue
+        self,
+        recipe: Recipe,
+        find_recipe: Callable[[], Recipe | str],
+        value: Value,
+        whole: Tensor,
+        found: SurveyedValue,
     ) -> None:
-        found.parents = tuple(dict.fromkeys(recipe.leaves))
+        found.parents, found.account = tuple(dict.fromkeys(recipe.leaves)), value.account
         self._alive += found.parents
         group = recipe.call.group if recipe.call.saved is not None else None
         found.reason, found.group = str(recipe), group

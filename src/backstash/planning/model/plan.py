@@ -30,6 +30,9 @@ from backstash.stores import DiskStore, HostStore, Store
 SMALLEST = 16 << 10
 """Smaller tensors are kept, unless the plan does something with tensors that are smaller."""
 
+TRIFLE = 0.005
+"""The share of the predicted peak that values may take together of which the plan knows nothing, without a word."""
+
 STAGING = 16 << 20
 """Bytes of memory through which a plan's disk store writes. It is held before the step, and is not in its peak."""
 
@@ -100,7 +103,7 @@ class Plan(Policy):
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
-    _unknown: dict[str, None] = field(init=False, compare=False, default_factory=dict)  # in the order of their meeting
+    _unknown: dict[str, int] = field(init=False, compare=False, default_factory=dict)  # bytes, in order of meeting
 
     is_fixed = True
 
@@ -204,6 +207,20 @@ class Plan(Policy):
             f"kept. Pass replan='auto' to the Session."
         )
 
+    def _meet_unknown(self, saved: SavedTensor) -> None:
+        """Notes a value that the profiled step did not have, and warns when these are no trifles together any more."""
+        before = sum(self._unknown.values())
+        now = before + (0 if saved.key in self._unknown else saved.spec.nbytes)
+        self._unknown.setdefault(saved.key, saved.spec.nbytes)
+        if before <= TRIFLE * self.peak_nbytes < now:
+            warnings.warn(
+                f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
+                f"What the plan says of its name is done if it can be, else what the policy lossless says, as with "
+                f"others like it (plan.unknown): gradients are right, the budget may not be kept. Budgeted, or "
+                f"Session(plan, replan='auto'), plans for such a step when it comes again.",
+                stacklevel=3,
+            )
+
     def decide(self, saved: SavedTensor) -> Action:
         """Returns what the plan says of the value, also of another shape if that serves, or what lossless says."""
         decision = self._by_key.get(saved.key)
@@ -214,15 +231,7 @@ class Plan(Policy):
             return Keep("the plan is empty, because the plain step fits")
         is_other = saved.key in self._others or first_life_of(saved.key) in self._others
         if saved.need is not Need.SHAPE and not is_other:  # a plan lets go of what is a shape
-            if not self._unknown:
-                warnings.warn(
-                    f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
-                    f"What the plan says of its name is done if it can be, else what the policy lossless says, as with "
-                    f"others like it (plan.unknown): gradients are right, the budget may not be kept. Session(plan, "
-                    f"replan='auto') plans for such a step.",
-                    stacklevel=2,
-                )
-            self._unknown.setdefault(saved.key)
+            self._meet_unknown(saved)
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
         if decision is None and saved.need is not Need.SHAPE and is_other:

@@ -111,6 +111,7 @@ class Bucket:
         is_done: whether nothing remains to be measured.
         surveys: how often it was profiled.
         met: how many of its steps have begun.
+        courses: how often it was begun to measure it, since that was done to the end.
         is_over: whether it was said that no plan keeps the budget.
         is_predicted: whether its profile follows from those of other shapes.
         plain_nbytes: the counted peak of its plain step; 0 if it was not profiled.
@@ -126,6 +127,7 @@ class Bucket:
     is_done: bool = False
     surveys: int = 0
     met: int = 0
+    courses: int = 0
     is_over: bool = False
     is_predicted: bool = False
 

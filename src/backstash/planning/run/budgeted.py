@@ -55,6 +55,9 @@ from backstash.torch_internals import current_function_mode, in_backward
 
 T = TypeVar("T")
 
+MOST_COURSES = 4
+"""How often steps of one shape begin to be measured, and others come in between, before they are left as they are."""
+
 MOST_SURVEYS = 8
 """How often steps of one shape are surveyed where their kinds come in any order: one of each kind has to be met."""
 
@@ -440,9 +443,11 @@ class Budgeted(Following):
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
         may_start = self._course is None and not self.phase and not bucket.is_done
+        may_start = may_start and (bucket.courses < MOST_COURSES or not self.has_planned)
         if may_start and self._may_predict and self.buckets.helps(bucket):
             self._start(Course(self, bucket, is_for_others=True))
         elif may_start and (bucket.met > 1 or self.buckets.largest() is None):
+            bucket.courses += 1
             self._start(Course(self, bucket))
         borrowed = None if self._course is None else self._course.session_for(bucket)
         self._session = bucket.session if borrowed is None else borrowed

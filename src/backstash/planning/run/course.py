@@ -16,7 +16,9 @@ Note: [bounded shares]
     backward pass, and a slice takes one or two plain steps and LEAST seconds at most, or as long as what cannot be
     divided: one choice of one value, and the profiler's end. While there is no plan, steps between two slices run as
     plain ones do. The first solution that keeps the budget is the plan, and when the search is over, a faster one takes
-    its place. The search finds the same however it is divided, and no step waits for another.
+    its place. The search finds the same however it is divided, and no step waits for another. As long as there is no
+    plan, slices grow to MOST_HURRIED shares, because steps take more than the budget; and where less than what is there
+    whatever is done with values is asked for, the search goes to its end at once, since an error ends the training.
 
 Note: [accumulated gradients]
     A backward pass takes more if it adds to gradients that are there. If some of a loop's passes do and others do not,
@@ -88,7 +90,7 @@ SHARE, SHARE_OF_PLAIN, LEAST = 1.0, 2.0, 0.004
 """How long a slice of what the course computes may take: plain steps, also after a plain step, which has no hooks that
 take time as well, and seconds (Note: [bounded shares])."""
 
-PATIENT, MOST_HURRIED = 8, 4
+PATIENT, MOST_HURRIED = 4, 4
 """After how many steps without a plan a slice takes as much again as the first one did, and how many times that at
 most: a budget that no plan keeps is known when the search is over, and until then steps take more than it."""
 
@@ -264,7 +266,7 @@ class Course:
         is_own = bucket is self._bucket or (self._is_for_others and self._owner.buckets.helps(bucket))
         self._passed = 0 if is_own else self._passed + 1
         patience = MOST_PATIENT if bucket.is_done else PATIENCE
-        return self._passed > patience and self._owner.buckets.largest() is not None
+        return self._passed > patience and self._owner.has_planned
 
     def session_for(self, bucket: Bucket) -> Session | None:
         """Returns the Session that the next step of a kind borrows; None where it has its own."""
@@ -290,7 +292,7 @@ class Course:
         if self._bucket.found.plan is not None:
             yield from self._improve()
             yield from self._time()
-        self._bucket.is_done = True
+        self._bucket.is_done, self._bucket.courses = True, 0
 
     def give_up(self, why: str) -> None:
         """From now on the steps run under the rules, because there can be no plan."""
@@ -405,7 +407,7 @@ class Course:
 
         measured = KindMeasurements()
 
-        is_first = owner.buckets.largest() is None
+        is_first = owner.buckets.largest() is None or not owner.has_planned
         before = bucket.session
         timed = min(PLAIN_STEPS, 1) if owner.is_hurried else PLAIN_STEPS
         if len(self._plain) < timed:
