@@ -156,7 +156,6 @@ class Budgeted(Following):
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.error_limit = error_limit
         self.device = device or accelerator.kind() or "cpu"
-        _prepare(self.device)
         self.link = measured(self.device, offload_to) if "offload" in self.tries else None
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
@@ -187,6 +186,7 @@ class Budgeted(Following):
         self.hears_all = agree
         self.has_planned = False
         self.is_hurried = False
+        _prepare(self.device)
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
