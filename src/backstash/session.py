@@ -152,7 +152,9 @@ class Session:
         self._reading = held.Reading(self._unpack, seams.readers.claim_input, seams.readers.linear_nodes)
         self._hold, self._read = self._holding.hook(), self._reading.hook()
         replays = seams.replays
-        self._replaying = None if replays is None else replays(self, self._forward, self._pack, self._read)
+        replaying = "" if replays is None else replays(self, self._forward, self._pack, self._read)
+        self._unreplayed = f"nothing is replayed: {replaying}" if isinstance(replaying, str) and replaying else ""
+        self._replaying = None if isinstance(replaying, str) else replaying
         self._forward.replaying = self._replaying
         self._is_replayed = False  # the pass in progress, or the latest one
         self._is_prepared = True  # for values that go the long way in this pass
@@ -328,7 +330,7 @@ class Session:
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
                 named=step.named,
                 recognised=step.recognised,
-                script="" if self._replaying is None else self._replaying.told(self._names.learned.passes),
+                script=self._unreplayed or (self._replaying and self._replaying.told(self._names.learned.passes)) or "",
             )
 
     @contextmanager

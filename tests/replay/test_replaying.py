@@ -704,3 +704,26 @@ def test_a_policy_that_watches_is_told_in_every_step() -> None:
         counts.append(policy.watched)
     steps = [after - before for before, after in pairwise(counts)]
     assert min(steps) > 0 and steps[-1] == steps[-2]
+
+
+class Undecided(Policy):
+    """Does not say that it says the same whenever it is asked."""
+
+    def decide(self, saved: SavedTensor) -> Action:
+        """Keeps all."""
+        return Keep()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "why"),
+    [
+        (Undecided(), {}, "Undecided may say something else of a value in each step"),
+        ("layrub", {}, "Layrub may say something else"),
+        ("lossless", {"check": "full"}, "check='full'"),
+    ],
+)
+def test_it_is_said_why_nothing_is_replayed(policy: Any, options: dict[str, Any], why: str) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Block(), policy, **options)
+    twin.step(images())
+    assert twin.session.report().programs().startswith(f"nothing is replayed: {why}")

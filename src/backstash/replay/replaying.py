@@ -486,14 +486,24 @@ def _is_steady(policy: Policy) -> bool:
 
 def for_session(
     session: Session, forward: Forward, take_in: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
-) -> Replaying | None:
-    """What replays the passes of a Session; None where nobody would know that its policy says something else."""
+) -> Replaying | str:
+    """What replays the passes of a Session, or why nothing does."""
     policy = session.policy
-    is_told = not _is_steady(policy) or (is_watching(policy) and policy.watches_again)
-    if native is None or is_told or policy.cycles not in (None, 1):
-        return None
-    if session.check or not isinstance(forward._tape, CallTape):
-        return None
+    if native is None:
+        return "what runs scripts was not built for this torch (backstash doctor)"
+    if not _is_steady(policy):
+        return (
+            f"{type(policy).__name__} may say something else of a value in each step. A policy that does not says so "
+            f"by is_fixed or by revision"
+        )
+    if is_watching(policy) and policy.watches_again:
+        return f"{type(policy).__name__} watches what nodes save in every step"
+    if policy.cycles not in (None, 1):
+        return f"a step has {policy.cycles or 'any number of'} passes, which the policy tells from each other"
+    if session.check:
+        return f"check={session.check!r} compares, or measures, in steps"
+    if not isinstance(forward._tape, CallTape):
+        return "no values are made again here"
     return Replaying(session, forward, take_in, read)
 
 

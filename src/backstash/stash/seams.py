@@ -213,7 +213,8 @@ NO_READERS = Readers(
 """Every saved tensor is unpacked as the tensor that it was."""
 
 Replays = Callable[[Any, Any, Callable[[Tensor], Any], Callable[[Any], Tensor]], Any]
-"""Returns what replays a Session's passes, or None; is given the Session, its Forward, and how it packs and reads."""
+"""Returns what replays a Session's passes, or why nothing does; is given the Session, its Forward, and how it packs and
+reads."""
 
 producer: ProducerFactory = NoProducer
 readers: Readers = NO_READERS
