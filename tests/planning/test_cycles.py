@@ -94,6 +94,21 @@ def test_a_program_that_always_holds_something_for_later_has_a_step() -> None:
     assert order.first_period() == 2
 
 
+def test_passes_of_a_known_step_may_change() -> None:
+    """Then the step has as many passes as before, and not twice as many."""
+    order, changed = Order(), {f"{key} changed" for key in CRITIC}
+    for one in (CRITIC, changed):
+        for number in range(18):
+            order.add(one if number % 6 < 5 else CRITIC | GENERATOR)
+            phase = number % 6
+            if order.pattern and order.is_odd(6, phase) and order.longer_period():
+                assert order.longer_period() == 6 and one is changed
+                return
+        assert order.first_period() == 6
+        order.settle(6, 0)
+    raise AssertionError("they were not seen to have changed")
+
+
 def test_a_step_begins_where_nothing_is_held_for_it() -> None:
     """Before the first step of a pipeline's last rank, a pass tells what shapes come."""
     order = Order()

@@ -67,7 +67,7 @@ def test_a_shape_that_comes_once_in_many_passes_is_counted(energy: nn.Sequential
 def test_a_budget_that_is_too_small_is_refused_although_no_two_sizes_are_equal(energy: nn.Sequential) -> None:
     budget = Budgeted("10%", min_nbytes=1024)
     with pytest.raises(BatchTooLargeError, match="the smallest budget that fits"):
-        for number in range(60):
+        for number in range(120):
             with budget:
                 loss = energy(torch.randn(1000 + number, 64)).square().mean()
             loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,3 +130,28 @@ def test_statistics_that_are_decided_on_again_are_known(recwarn: pytest.Warnings
     session.close()
     assert session.found.plan is not None and session.found.plan.unknown == ()
     assert not [each for each in recwarn if "knows no such value" in str(each.message)]
+
+
+@pytest.mark.parametrize("policy", ["empty", "kept", "remade"])
+def test_what_a_backward_pass_saves_has_the_names_of_the_profile_under_each_plan(policy: str) -> None:
+    """Else a plan that makes nothing again would take its values for unknown ones, and its passes for others."""
+    model = network("tanh")
+    x = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def step() -> None:
+        heat(model, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = bs.profile(step, model, min_nbytes=0)
+        plan = bs.plan(profile, "100%" if policy == "empty" else "80%")
+        if policy == "kept":
+            kept = [replace(each, choice="keep", kind="keep") for each in plan.decisions]
+            plan = replace(plan, decisions=(*kept[:-1], replace(kept[-1], choice="zvc", kind="encode")))
+        session = bs.Session(plan, model=model, min_nbytes=0)
+        for _ in range(2):
+            with session:
+                step()
+    keys = {row.key for row in session.report().rows if not row.key.startswith("(")}
+    assert keys and not [key for key in keys if "?" in key]
+    assert plan.unknown == ()

@@ -327,6 +327,14 @@ class Forward:
             for saved in others:
                 self._take_of_unknown(saved)
 
+    @property
+    def names_operations(self) -> bool:
+        """Whether what operations of a backward pass with a graph save is told apart by their names.
+
+        A plan knows values by names that are those of the profiled step, whatever it does with them.
+        """
+        return self._policy.cycles is not None or (self.recomputes and self.remakes_anything)
+
     def before_operation(self, results: Sequence[Tensor]) -> None:
         """Name what an operation of a backward pass with a graph has saved, now that the next one is about to run.
 
@@ -349,6 +357,8 @@ class Forward:
 
     def after_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation of a backward pass with a graph has returned something: remember how that was made."""
+        if not self.remakes_anything:
+            return
         with no_torch_function(), self._lock:
             if not any_autocast() and self.counts(function):
                 self._tape.made_by_operation(function, args, kwargs, result)

@@ -41,6 +41,9 @@ class CallListener(Protocol):
     remakes_anything: bool
     """Whether it also wants to know of results that cost more than a few passes over memory."""
 
+    names_operations: bool
+    """Whether it also wants to know of the operations of a backward pass with a graph of its own."""
+
     depth: int
     """How many torch functions are in progress."""
 
@@ -172,7 +175,7 @@ class Observer(TorchFunctionMode):
         try:
             listener.depth = depth + 1
             started = time.perf_counter() if is_timed else 0.0
-            if kind.differentiates and recomputes and listener.remakes_anything and kwargs.get("create_graph"):
+            if kind.differentiates and listener.names_operations and kwargs.get("create_graph"):
                 result = _differentiated(listener, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)

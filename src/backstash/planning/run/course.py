@@ -583,6 +583,7 @@ class Course:
         is_first = not owner.has_planned
         surveyed = 1
         tried = [] if before is None or not before.reached_nbytes else [before]
+        refusal: BudgetError | None = None
         while True:
             planner = bucket.planner
             assert planner is not None
@@ -615,23 +616,24 @@ class Course:
                         continue
                     if is_first and (yield from self._see_all()):
                         continue
-                    if is_first or owner.strict:
-                        self._refuse(error)
-                        return
-                    plan = planner.at_most(0)
-                    bucket.found = replace(
-                        bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used"
-                    )
-                    warnings.warn(str(error), stacklevel=2)
+                    refusal, plan = error, planner.at_most(0)  # which may reach less than it predicts
             self._use(plan, budget)
+            owner.has_planned = refusal is None or not is_first  # it is a trial
             if not (yield from self._count()):
+                if refusal is not None:
+                    self._say_refused(refusal, is_first)
+                    return
                 why = bucket.found.trouble or ("" if not tried else "no step under the last plan could be counted")
                 bucket.found = replace(bucket.found, reached_nbytes=0, fragmented_nbytes=0, trouble=why)
                 return
             tried.append(bucket.found)
             over = bucket.found.reached_nbytes - budget
             if over <= 0:
+                owner.has_planned = True
                 self._take_as_kept()
+                return
+            if refusal is not None:
+                self._say_refused(refusal, is_first)
                 return
             # The same plan again would reach as much: what is reserved may be far above what a plan predicts.
             bucket.margin = max(bucket.margin + over + (over >> 3), budget - plan.peak_nbytes + 1)
@@ -711,6 +713,27 @@ class Course:
         if not bucket.is_over:
             bucket.is_over = True
             warnings.warn(said, stacklevel=2)
+
+    def _say_refused(self, error: BudgetError, is_first: bool) -> None:
+        """No plan was found that keeps the budget, and a step under the leanest one has not kept it either.
+
+        Raises:
+            BudgetError: there is no plan yet, or the budget is ``strict``.
+        """
+        bucket, owner = self._bucket, self._owner
+        reached = bucket.found.reached_nbytes
+        if 0 < reached < error.smallest_nbytes:
+            said = f"{error} A step under the leanest plan has reached {reached} bytes ({size(reached)})."
+            error = BudgetError(said, reached, error.seconds, error.plan)
+        if is_first or owner.strict:
+            if is_first:
+                bucket.plan = None
+                bucket.found = replace(bucket.found, plan=None, planned_nbytes=0, reached_nbytes=0, plans=0)
+                self._wait_under(None)
+            self._refuse(error)
+            return
+        bucket.found = replace(bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used")
+        warnings.warn(str(error), stacklevel=2)
 
     def _refuse(self, error: BudgetError) -> None:
         """Raises an error, or has all ranks raise it together."""

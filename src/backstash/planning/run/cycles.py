@@ -151,13 +151,15 @@ class Order:
     def longer_period(self) -> int:
         """Returns how many passes make a step, if these include the one that did not fit; 0 where none do.
 
-        They are more than those of the pattern, unless they have repeated themselves for as long as may be.
+        They are more than those of the pattern, or as many of which some have changed; fewer only if these have
+        repeated themselves for as long as may be.
         """
         seen = len(self.passes)
         for period in range(1, min(seen // 2, MOST_CYCLES) + 1):
             repeated = seen - self._start_of(period)
             includes = self._odd is not None and seen - repeated <= self._odd
-            is_longer = period > len(self.pattern) and not set(self.pattern).isdisjoint(self.passes[-period:])
+            are_shared = not set(self.pattern).isdisjoint(self.passes[-period:])
+            is_longer = period >= max(2, len(self.pattern)) and are_shared
             if repeated >= 2 * period and includes and (is_longer or repeated >= 2 * MOST_CYCLES):
                 return period
         return 0
