@@ -171,7 +171,8 @@ class Budgeted(Following):
         self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
         self._steps = 0  # of Sessions that are not used any more
-        super().__init__(self.session_with(KeepForSurvey(cycles=1) if plan is None else self._guarded(plan)))
+        self._keeping: dict[int, KeepForSurvey] = {}
+        super().__init__(self.session_with(self.keeping(1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
         self._hook: int | None = None  # the number of the module hook, where there is one
@@ -520,7 +521,7 @@ class Budgeted(Following):
         known = self.buckets.largest()
         if known is None or known.planner is None:
             if self.given is None:
-                return KeepForSurvey(cycles=1)
+                return self.keeping(1)
             return self._guarded(self.given) if len(self.buckets) == 1 else Alike(self.given)
         times = size_ratio(known.signature, bucket.signature)
         if times <= 1 and known.plan is not None:
@@ -534,6 +535,14 @@ class Budgeted(Following):
         if is_unhooked:
             return Unhooked(policy)
         return Session(policy, **({"stop_if_useless": False} | self._options | options))
+
+    def keeping(self, cycles: int) -> KeepForSurvey:
+        """The policy for steps in which everything is kept, so that what a model has taught under it is found again.
+
+        Args:
+            cycles: how many forward passes a step has.
+        """
+        return self._keeping.setdefault(cycles, KeepForSurvey(cycles))
 
     def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
         """From the next forward pass on, steps of that bucket run under that policy, in a new Session."""

@@ -204,6 +204,9 @@ class MeasuredLoop(Protocol):
     def watch(self, watcher: Births | None) -> None:
         """As Following.watch."""
 
+    def keeping(self, cycles: int) -> KeepForSurvey:
+        """As Budgeted.keeping."""
+
     def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
         """As Budgeted.use."""
 
@@ -420,7 +423,7 @@ class Course:
         keeping: list[KeepForSurvey] = []
 
         def keep() -> None:
-            keeping.append(KeepForSurvey(cycles=owner.forwards))
+            keeping.append(owner.keeping(owner.forwards))
             self._run(bucket, keeping[-1])
 
         def wait() -> None:
@@ -473,7 +476,7 @@ class Course:
         Everything is tried in it, so it takes as long as some dozens of plain steps.
         """
         owner = self._owner
-        keeping = KeepForSurvey(cycles=owner.forwards)
+        keeping = owner.keeping(owner.forwards)
         lines: list[list[Event]] = []
         surveys: list[Survey] = []
 
@@ -553,7 +556,7 @@ class Course:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
         bucket, owner = self._bucket, self._owner
         is_any, tried = owner.buckets.largest() is None, 0
-        self._run(bucket, KeepForSurvey(cycles=owner.forwards), overwrite_gradients=False)
+        self._run(bucket, owner.keeping(owner.forwards), overwrite_gradients=False)
         for _ in range(MOST_RECORDED):
             probe = Probe(survey.found)
             owner.watch(probe.watcher)
@@ -657,7 +660,7 @@ class Course:
         if owner.order.is_mixed or not owner.order.has_others:
             return False
         self.stage = "the order of its passes is looked for"
-        self._run(self._bucket, KeepForSurvey(cycles=owner.forwards))  # for plain steps say nothing of their passes
+        self._run(self._bucket, owner.keeping(owner.forwards))  # for plain steps say nothing of their passes
         for _ in range(3 * MOST_CYCLES):
             yield "cycle"
             if owner.order.is_mixed:
