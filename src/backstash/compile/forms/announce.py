@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from backstash.torch_internals import hide_from_dynamo, keeps_impure_calls
 
 _LIBRARY = torch.library.Library("backstash_graph", "FRAGMENT")
 _LIBRARY.define("ran(str name, str account) -> ()")
-# For torches whose Inductor removes a call that writes nothing. It does not write either, but says so.
+# Where Inductor would remove, or misplace, a call that writes nothing. It does not write either, but says so.
 _LIBRARY.define("ran_beside(Tensor(a!) ticket, str name, str account) -> ()")
 _ops: Any = torch.ops.backstash_graph
 
@@ -63,12 +64,31 @@ def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]
     (output,) = split.forward.graph.find_nodes(op="output")
     value = own[0].meta["val"]
     emit = GraphEmitter(split.forward.graph, output, value.fake_mode)
-    if keeps_impure_calls():
+    if keeps_impure_calls() and not _is_on_cpu(split.forward.graph):
         emit(_ops.ran.default, name, text)
     else:
         ticket = emit(torch.ops.aten.full.default, [1], 0, dtype=torch.int32, device=value.device, pin_memory=False)
         emit(_ops.ran_beside.default, ticket, name, text)
     return name
+
+
+def _is_on_cpu(graph: fx.Graph) -> bool:
+    """Whether a graph computes anything on the CPU.
+
+    Inductor gathers loops for the CPU, and writes them down when the next call on a device comes. A call without
+    tensors is on none: it would be written in front of loops that it comes after, and so would the end of what they
+    read.
+    """
+    values = (node.meta.get("val") for node in graph.nodes if node.op == "call_function")
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in _flat(values))
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 def rows_of(values: list[SavedValue], planes: dict[int, list[fx.Node]]) -> dict[fx.Node, int]:

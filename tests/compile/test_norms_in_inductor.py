@@ -1,0 +1,23 @@
+"""Inductor's code for a network with a norm that keeps statistics, whose loops it gathers: in every run of the tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import backstash as bs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_graph_saves_is_told_behind_its_loops() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
+    x = torch.randn(8, 3, 4, 4)
+    model(x).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    options = bs.compile_options("lossless", min_nbytes=0)
+    torch.compile(model, options=options)(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, grad, atol=1e-5) for p, grad in zip(model.parameters(), expected, strict=True))
+    assert options.report().rows
