@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -265,3 +267,27 @@ def test_compare_says_what_to_install(script: str, monkeypatch: pytest.MonkeyPat
     result = invoke("compare", script)
     assert result.exit_code == 1
     assert "pip install 'backstash[cli,plot]'" in result.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="ends processes by signals of POSIX")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_ends_it_ends_the_script_as_well(tmp_path: Path, number: str) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    code = f"""
+from pathlib import Path
+from backstash.report.compare import Program, _run
+_run(Program({str(script)!r}, ()), "plain", None, lambda line: print(line, flush=True))
+"""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        child = next(int(line) for line in process.stdout if line.strip().isdigit())
+        process.send_signal(getattr(signal, number))
+        assert process.wait() == 128 + getattr(signal, number)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert list(folder.iterdir()) == []

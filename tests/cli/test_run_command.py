@@ -139,6 +139,13 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("run", "-m", "no_such.module"), "but Python finds no module named 'no_such'"),
         (("run", "-m", "pkg/train.py"), "Give the name without .py and with dots"),
         (("run", "--report-json", "no/such/report.json", "{script}"), "the folder no/such is not there"),
+        (("plan", "--budget", "90%", "--out", "no/plan.json", "{script}"), "the folder no is not there"),
+        (("plan", "--budget", "90%", "--page", "no/plan.html", "{script}"), "the folder no is not there"),
+        (("profile", "--out", ".", "{script}"), ". is a folder"),
+        (("fit", "--device", "t4", "--out", "no/fit.json", "{script}"), "the folder no is not there"),
+        (("fit", "--device", ",", "{script}"), "no card is named"),
+        (("fit", "--device", "t4", "--allow", "bounded", "{script}"), "bounded changes gradients"),
+        (("run", "--budget", "60%", "--policy", "offload", "{script}"), "a plan decides in the place of a policy"),
         (
             ("compare", "--allocator", "tcmallok", "{script}"),
             "the allocator 'tcmallok' was asked for, but that file does",

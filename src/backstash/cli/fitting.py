@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand
+from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand, file_for
 from backstash.cli.planning import Allow, words
 from backstash.cli.waiting import waiting
 from backstash.forecast.cards import CARDS, card_named
@@ -55,10 +55,17 @@ def fit(
     size, as in `backstash fit --device h100-80gb train.py --batch {size}`. Without it, the size that the script has is
     tried.
     """
-    out = out and out.absolute()  # a script may change the current folder
+    out = file_for("--out", out)
     with exits():
         cards = [card_named(name) for name in words(device)]
-        families(words(allow))
+        if not cards:
+            raise typer.BadParameter("no card is named", param_hint="--device")
+        if needing_numbers := sorted({"bounded", "reordered"}.intersection(families(words(allow)))):
+            raise typer.BadParameter(
+                f"{needing_numbers[0]} changes gradients, which is measured on numbers, and nothing is computed here: "
+                f"leave it out, and plan with it on the card",
+                param_hint="--allow",
+            )
         require_script(script, is_module)
         with waiting(quiet) as say:
             say(f"the first steps of {script}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,21 @@ def parse_size(text: str | int) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise typer.BadParameter(f"{text!r} is no size in bytes. Give a number, or one with a unit such as 64KiB.")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def file_for(option: str, file: Path | None) -> Path | None:
+    """Returns the absolute path of a file that is written in the end: a script may change the current folder.
+
+    Raises:
+        BadParameter: it cannot be written.
+    """
+    if file is None:
+        return None
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"the folder {file.parent} is not there", param_hint=option)
+    if file.is_dir():
+        raise typer.BadParameter(f"{file} is a folder", param_hint=option)
+    return file.absolute()
 
 
 def complete_policy(incomplete: str) -> list[tuple[str, str]]:

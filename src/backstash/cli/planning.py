@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Arguments, IsModule, Quiet, Script
+from backstash.cli.options import Arguments, IsModule, Quiet, Script, file_for
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.compile import patch_compile
 from backstash.errors import PlanError
@@ -85,7 +85,7 @@ def profile(
 
     The script is ended as soon as a step was profiled.
     """
-    out = out and out.absolute()  # a script may change the current folder
+    out = file_for("--out", out)
     with exits(), waiting(quiet) as say:
         say(f"the first steps of {script}")
         found = profiled(script, args or (), is_module, allow, offload_to)
@@ -111,7 +111,7 @@ def plan(
 
     `run --plan FILE` runs the script under a plan that was written to a file.
     """
-    out, page = (file and file.absolute() for file in (out, page))  # a script may change the current folder
+    out, page = file_for("--out", out), file_for("--page", page)
     with exits():
         parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(error_limit, words(allow))

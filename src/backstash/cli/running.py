@@ -13,7 +13,7 @@ import typer
 
 from backstash import policies
 from backstash.cli.endings import exits
-from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, PolicyName, Quiet, Script
+from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, PolicyName, Quiet, Script, file_for
 from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, as_budget, run_within
 from backstash.errors import PlanError
 from backstash.integrations import allocator as allocators
@@ -36,6 +36,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def run(
+    context: typer.Context,
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
@@ -74,16 +75,18 @@ def run(
     Options before the script are backstash's; all that follows the script is passed to it. The exit code is the
     script's. Under torchrun, rank 0 prints its report, and each rank writes files of its own.
     """
-    for option, file in (("--report-json", report_json), ("--report-html", report_html)):
-        if file is not None and not file.parent.is_dir():
-            raise typer.BadParameter(f"the folder {file.parent} is not there", param_hint=option)
-    # A script may change the current folder.
-    report_json, report_html = (file and file.absolute() for file in (report_json, report_html))
+    report_json, report_html = file_for("--report-json", report_json), file_for("--report-html", report_html)
     rank = Rank.here()
     with exits():
         require_script(script, is_module)
         policies.require(policy)
         _require_one(budget, plan)
+        source = context.get_parameter_source("policy")
+        if (budget is not None or plan is not None) and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                "a plan decides in the place of a policy: give one of the two, and say by --allow what a plan may do",
+                param_hint="--policy",
+            )
         _start_under(allocator if not keep_memory else allocators.SYSTEM, quiet or not rank.is_first)
     if keep_memory and not allocators.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand
+from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand, file_for
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.integrations.launcher import INTERRUPTED
 from backstash.report.compare import Program
@@ -44,8 +44,7 @@ def verify_command(
     each is started once more, to say where, how far and why. The exit code is 1 if something differs that is not meant.
     After the script, long options that verify knows are its own; everything else is passed to the script.
     """
-    if out is not None and not out.parent.is_dir():
-        raise typer.BadParameter(f"the folder {out.parent} is not there", param_hint="--out")
+    out = file_for("--out", out)
     program = Program(script, tuple(args or ()), is_module)
 
     with exits(), waiting(quiet) as say:

@@ -14,7 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -313,6 +315,7 @@ def run_in_child(
     """
     command = [sys.executable, "-m", f"backstash.report.{module}", json.dumps(asdict(order))]
     with (
+        _ending_signals_raised(),
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace", env=environment
@@ -328,6 +331,27 @@ def run_in_child(
         exit_code = child.wait()
         stderr.seek(0)
         return exit_code, stderr.read()
+
+
+@contextmanager
+def _ending_signals_raised() -> Iterator[None]:
+    """Inside, a signal that ends this process raises, as Ctrl-C does, so that no child and no folder is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where no handler can be set
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ending = [number for name in names if signal.getsignal(number := getattr(signal, name)) == signal.SIG_DFL]
+    try:
+        for number in ending:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def check(observed: Observed, command: str) -> None:
