@@ -235,6 +235,7 @@ ALLOWED: dict[str, set[str]] = {
         "verifying",
         "integrations",
         "planning.model.allocator",
+        "planning.model.budget",
         "planning.model.trace",
         "planning.search.schedule",
         "planning.model.problem",

@@ -250,3 +250,19 @@ def test_a_step_on_this_machine() -> None:
     found: Any = Planner(step).solutions[0]
     page = plan_page(step, plan(step, found.peak_nbytes))
     assert Elements(page).values[1] == str(found.peak_nbytes)
+
+
+def test_a_plan_with_more_choices_than_its_profile_has_a_page() -> None:
+    torch.manual_seed(0)
+    model, steps = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 8)), [0]
+    x = torch.randn(512, 64)
+
+    def step() -> None:
+        steps[0] += 1
+        model(x).square().mean().backward()
+
+    taken = profile(step, model, min_nbytes=0)
+    found = plan(taken, "90%", ("lossless", "recompute", "bounded"), error_limit=0.1)
+    before = steps[0]
+    assert "Memory over the step" in plan_page(taken, found)
+    assert steps[0] == before  # what was tried for the plan is known

@@ -41,8 +41,9 @@ class CallListener(Protocol):
     remakes_anything: bool
     """Whether it also wants to know of results that cost more than a few passes over memory."""
 
-    names_operations: bool
-    """Whether it also wants to know of the operations of a backward pass with a graph of its own."""
+    @property
+    def names_operations(self) -> bool:
+        """Whether it also wants to know of the operations of a backward pass with a graph of its own."""
 
     depth: int
     """How many torch functions are in progress."""

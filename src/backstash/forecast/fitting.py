@@ -21,7 +21,7 @@ LEFT = 0.04
 """The share of a card's memory that is left free: the allocator holds blocks that fit nothing, and libraries take
 room."""
 
-MOST = 1 << 20
+MOST = 1 << 32
 """The largest size that is looked for, in units."""
 
 PLANS = 8

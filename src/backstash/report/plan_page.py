@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from backstash.planning.model.budget import with_choices
 from backstash.planning.model.problem import Kind, StepProfile
 from backstash.report.plan_charts import Curve, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
@@ -52,6 +53,7 @@ def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a train
     Raises:
         PlanError: the plan was made of another profile.
     """
+    profile = with_choices(profile, plan.allow)  # a plan with more families of choices is made of a profile with these
     course = Curve.of(profile, plan)
     memory, under_memory = memory_chart(course, plan)
     frontier, under_frontier = _frontier(plan)

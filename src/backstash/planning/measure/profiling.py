@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -167,6 +168,7 @@ def profile(
         with _undone(step, models, link is not None) as runs:
             return _off_by(runs.once, Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30))
 
+    @cache  # what belongs to a plan that was made with more is found again
     def tries_more(more: tuple[str, ...]) -> StepProfile:
         wanted = (*tries, *more)
         return profile(step, model, allow=wanted, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
