@@ -161,7 +161,7 @@ def may_change_state(function: Callable[..., Any], args: Sequence[Any], kwargs: 
     )
 
 
-def prepare() -> None:
+def list_functions() -> None:
     """Lists now the functions that may be called once more, which torch takes a while for."""
     _overridable()
 

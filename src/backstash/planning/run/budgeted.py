@@ -707,6 +707,6 @@ def _prepare(device_type: str) -> None:
     So does a full collection of garbage, which is about to come after the many modules that a process imports.
     """
     serving(device_type)
-    repeatable.prepare()
+    repeatable.list_functions()
     if gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2] // 2:
         gc.collect()
