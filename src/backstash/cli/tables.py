@@ -99,7 +99,8 @@ def show(comparison: Comparison) -> None:
             typer.echo(f"{row.label}: {headline}")
     unequal = [row for row in rows if row.is_exact and (row.losses_equal is False or not row.weights_equal)]
     if unequal and len(comparison.of(base.label)) == 1:
-        typer.echo("Not all bits are equal. Whether the script repeats itself at all is told by `backstash compare --repeats 2`.")
+        told = "`backstash compare --repeats 2` tells whether the script repeats itself at all."
+        typer.echo(f"Not all bits are equal. {told}")
 
 
 def end(comparison: Comparison) -> None:
