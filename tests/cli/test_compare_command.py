@@ -277,7 +277,6 @@ def test_a_signal_that_ends_it_ends_the_script_as_well(tmp_path: Path, number: s
     folder = tmp_path / "temporary"
     folder.mkdir()
     code = f"""
-from pathlib import Path
 from backstash.report.compare import Program, _run
 _run(Program({str(script)!r}, ()), "plain", None, lambda line: print(line, flush=True))
 """

@@ -122,3 +122,18 @@ def run(model: nn.Module, budget: Budgeted) -> None:
         with budget:
             loss = model(torch.randn(16, 3, 24, 24))
         loss.backward()
+
+
+def test_what_the_first_steps_alone_have_saved_is_unknown_to_the_plan() -> None:
+    """Else a plan would take for harmless what comes again later, and was not in the step that was measured."""
+    torch.manual_seed(0)
+    layers, extra = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), nn.Linear(64, 64)
+    budget = Budgeted("97%", min_nbytes=0)
+    for number in range(20):
+        with budget:
+            y = layers(torch.randn(64, 64))
+            loss = (torch.tanh(extra(y)) if number == 1 else y).square().mean()
+        loss.backward()
+    plan = budget.found.plan
+    assert plan is not None and plan.unknown == ()
+    assert not [key for key in (*plan.others, *(each.key for each in plan.decisions)) if "Tanh" in key]

@@ -233,7 +233,7 @@ def test_who_leaves_a_search_leaves_it_to_others() -> None:
 
 
 def test_the_surveyed_step_finds_what_the_first_ones_have_taught(clock: Clock) -> None:
-    """Else it would take half as long again, as the first step of a model does."""
+    """Else it would take as long as the first step of a model."""
     session = Budgeted("80%", min_nbytes=256)
     loop, found = Loop(session, clock), []
     for _ in range(12):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,16 +78,8 @@ def _is_on_cpu(graph: fx.Graph) -> bool:
     tensors is on none: it would be written in front of loops that it comes after, and so would the end of what they
     read.
     """
-    values = (node.meta.get("val") for node in graph.nodes if node.op == "call_function")
-    return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in _flat(values))
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
+    computed = (node for node in graph.nodes if node.op == "call_function" and is_tensor_node(node))
+    return any(node.meta["val"].device.type == "cpu" for node in computed)
 
 
 def rows_of(values: list[SavedValue], planes: dict[int, list[fx.Node]]) -> dict[fx.Node, int]:

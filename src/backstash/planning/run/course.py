@@ -73,7 +73,6 @@ from backstash.planning.run.cycles import MOST_CYCLES, Order
 from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
 from backstash.policies import Policy, get
-from backstash.saved import without_cycle
 from backstash.session import Session
 from backstash.torch_internals import has_compiled
 
@@ -253,7 +252,7 @@ class Course:
     def __init__(self, owner: MeasuredLoop, bucket: Bucket, is_for_others: bool = False) -> None:
         self._owner: MeasuredLoop = weakref.proxy(owner)  # which holds this object
         self._is_for_others = is_for_others
-        self._keeping: tuple[KeepForSurvey, Session] | None = None  # for that step
+        self._keeping: Session | None = None  # for that step
         self._bucket = bucket
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._seconds = 0.0  # of a plain step
@@ -273,7 +272,7 @@ class Course:
 
     def session_for(self, bucket: Bucket) -> Session | None:
         """Returns the Session that the next step of a kind borrows; None where it has its own."""
-        return None if self._keeping is None or not self._owner.buckets.helps(bucket) else self._keeping[1]
+        return self._keeping if self._owner.buckets.helps(bucket) else None
 
     def run(self) -> Waiting:
         """Measures. Yields what it waits for."""
@@ -420,11 +419,9 @@ class Course:
                 yield from self._step()
                 if len(self._plain) >= timed:
                     break
-        keeping: list[KeepForSurvey] = []
 
         def keep() -> None:
-            keeping.append(owner.keeping(owner.forwards))
-            self._run(bucket, keeping[-1])
+            self._run(bucket, owner.keeping(owner.forwards))
 
         def wait() -> None:
             assert owner.last is not None
@@ -454,21 +451,17 @@ class Course:
             yield from self._probe(surveys[-1], squares)
             self._wait_under(None if is_first else before)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
-        skipped = {key for survey in surveys for key in survey.found} - surveys[-1].found.keys()  # of other branches
-        profile = self._asked(profile, keeping[-1], skipped)
+        profile = self._with_others(profile)
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
 
-    def _asked(self, profile: StepProfile, keeping: KeepForSurvey, skipped: set[str]) -> StepProfile:
+    def _with_others(self, profile: StepProfile) -> StepProfile:
         """The profile, with what a plan is asked about beside its values: all else that the recorded step saved."""
-        owner, recorded = self._owner, self._recorded
         planned = {value.key for value in profile.values}
-        of_others = owner.order.values - {without_cycle(key) for key in planned | recorded.keys()}
-        skipped = (skipped | {key for key in keeping.asked if without_cycle(key) in of_others}) - recorded.keys()
-        others = tuple(key for key in keeping.asked | recorded if key not in planned and key not in skipped)
-        return replace(profile, others=others, cycles=owner.forwards)
+        others = tuple(key for key in self._recorded if key not in planned)
+        return replace(profile, others=others, cycles=self._owner.forwards)
 
     def _record_for_others(self) -> Waiting:
         """Records one step of a shape from which the profiles of others may follow (Note: [new shapes] in buckets.py).
@@ -476,7 +469,6 @@ class Course:
         Everything is tried in it, so it takes as long as some dozens of plain steps.
         """
         owner = self._owner
-        keeping = owner.keeping(owner.forwards)
         lines: list[list[Event]] = []
         surveys: list[Survey] = []
 
@@ -485,16 +477,16 @@ class Course:
             return surveys[-1]
 
         def keep() -> None:
-            self._keeping = keeping, owner.session_with(keeping)
+            self._keeping = owner.session_with(owner.keeping(owner.forwards))
 
         def stop() -> None:
             assert owner.last is not None and self._keeping is not None
-            owner.retire(self._keeping[1])
+            owner.retire(self._keeping)
             self._bucket, self._keeping = owner.last, None
 
         yield from self._record(watcher, lines, True, keep, stop)
         if self._keeping is not None:
-            owner.retire(self._keeping[1])
+            owner.retire(self._keeping)
             self._keeping = None
         if not lines:
             return
@@ -503,7 +495,7 @@ class Course:
         kept = max(position.most_nbytes for position in line.positions)
         seconds = owner.buckets.recorded_share * sum(position.seconds for position in line.positions)
         profile = profile_of(line, surveys[-1], kept, seconds, [], owner.device, owner.link)
-        profile = self._asked(profile, keeping, set())
+        profile = self._with_others(profile)
         bucket.surveys += 1
         bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=seconds)
         owner.profiled(profile)
@@ -661,8 +653,10 @@ class Course:
             return False
         self.stage = "the order of its passes is looked for"
         self._run(self._bucket, owner.keeping(owner.forwards))  # for plain steps say nothing of their passes
-        for _ in range(3 * MOST_CYCLES):
+        seen = 0
+        while seen < MOST_CYCLES or owner.order.unresolved:
             yield "cycle"
+            seen += 1
             if owner.order.is_mixed:
                 return True
         return False

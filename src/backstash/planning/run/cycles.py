@@ -96,11 +96,6 @@ class Order:
             del self.passes[0], self._is_last[0]
             self._odd = None if self._odd is None else max(0, self._odd - 1)
 
-    @property
-    def values(self) -> Set[str]:
-        """The values of all kinds of passes, by the keys that they would have in the first pass of a step."""
-        return set().union(*self._kinds)
-
     def first_period(self) -> int:
         """Returns how many passes make a step, by those from the program's beginning on; 0 if more have to be seen."""
         seen = len(self.passes)
