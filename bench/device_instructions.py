@@ -25,8 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.rounds import UNTIL_SETTLED
+
 FORMAT = 1
-WARMUP = 8  # a pass that is known is written down in the sixth step
 STEPS = 3
 NETWORKS = ("resnet50", "gpt2", "resnet50+bfloat16", "gpt2+bfloat16")
 """Networks of tests/device/networks.py, and under autocast to which dtype they run."""
@@ -133,7 +134,7 @@ def inside(client: str, pairs: Sequence[str]) -> None:
         training.autocast = getattr(torch, dtype) if dtype else training.autocast
         training.step()
         session = makers[way](training)
-        for _ in range(WARMUP):
+        for _ in range(UNTIL_SETTLED):
             training.step(session)
         with fake.idle():
             (asked,) = training.count(session)

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash import Session
 from bench.results import Results
-from bench.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
+from bench.rounds import UNTIL_SETTLED, Deadline, Effort, Summary, interleave, spread, summarise, table
 from bench.stages import profile
 from tests.networks import build
 
@@ -329,10 +329,6 @@ def _parts(loss: Loss, forward: Forward) -> tuple[float, float]:
     return between - started, time.thread_time() - between
 
 
-WARM_UP = 3
-"""Steps of each candidate after the first: in the last of them a Session proves what the one before has made."""
-
-
 def measure(name: str, effort: Effort) -> list[Row]:
     """All candidates on one case, interleaved."""
     torch.manual_seed(0)
@@ -340,7 +336,7 @@ def measure(name: str, effort: Effort) -> list[Row]:
     saved = count_saved(loss)
     compared = candidates()
     first = {which: _step(loss, forward) for which, forward in compared.items()}
-    for forward in [*compared.values()] * WARM_UP:
+    for forward in [*compared.values()] * UNTIL_SETTLED:
         _step(loss, forward)
     found = interleave({which: partial(_step, loss, forward) for which, forward in compared.items()}, effort)
     plain = summarise(found["plain"])
@@ -359,9 +355,8 @@ def measure_event(name: str, effort: Effort) -> list[Event]:
     loss, known = EVENT_CASES[name](), candidates()
     names = ("plain", "plain again", "identity hooks", "function mode", "keep", "lossless from 16 KiB on")
     compared = {which: known[which] for which in names}
-    for _ in range(3):  # a Session that finds nothing to do is idle from its third step on
-        for forward in compared.values():
-            _step(loss, forward)
+    for forward in [*compared.values()] * UNTIL_SETTLED:
+        _step(loss, forward)
     found = interleave({which: partial(_parts, loss, forward) for which, forward in compared.items()}, effort)
     rows = []
     for which in names[1:]:
@@ -404,7 +399,7 @@ def show_profile(name: str) -> str:
     torch.manual_seed(0)
     loss, forward = CASES[name](), candidates()["lossless from 16 KiB on"]
     saved = count_saved(loss)
-    for _ in range(3):
+    for _ in range(UNTIL_SETTLED):
         _step(loss, forward)
     stages = profile(lambda: _step(loss, forward), steps=5)
     lines = [

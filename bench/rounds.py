@@ -10,6 +10,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+UNTIL_SETTLED = 8
+"""Steps of a Session before those that count. It writes a pass down once four were equal, and then runs it."""
+
 
 @dataclass(frozen=True)
 class Summary:

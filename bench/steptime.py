@@ -43,7 +43,7 @@ from bench.cases import SEED, Case, Workload
 from bench.hostcost import count_saved, identity_hooks
 from bench.machine import load
 from bench.results import Results
-from bench.rounds import Deadline, Effort, Summary, interleave, spread, summarise, table
+from bench.rounds import UNTIL_SETTLED, Deadline, Effort, Summary, interleave, spread, summarise, table
 from bench.step_table import GateError, same_bits, uncollected
 
 FORMAT = 1
@@ -63,7 +63,7 @@ CASES = (
 )
 
 GATED_STEPS = 2
-"""Steps of each candidate before the rounds. Nothing is new to a Session after its second step."""
+"""Steps of each candidate before the rounds, unless it is a Session, which settles first."""
 
 
 @dataclass(eq=False)
@@ -204,7 +204,9 @@ def gate(workload: Workload, compared: Mapping[str, Candidate]) -> Gated:
     first_seconds: dict[str, float] = {}
     unstable: set[str] = set()
     for name, candidate in compared.items():
-        for number in range(GATED_STEPS):
+        for number in range(UNTIL_SETTLED):
+            if number >= GATED_STEPS and not isinstance(candidate.last, Session):
+                break
             seconds = step(workload, candidate)
             first_seconds.setdefault(name, seconds)
             found = {key: value.grad for key, value in workload.model.named_parameters() if value.grad is not None}

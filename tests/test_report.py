@@ -98,7 +98,7 @@ LARGE = Report(
         Entry("x/Mm#0:mat2", "VALUE", "float32 [9]", MIB, MIB, reason="held by the program, kept by reference"),
         Entry("y/Mm#1:self", "VALUE", "float32 [9]", MIB, MIB, reason="zvc: 99% of a sample is not zero"),
         Entry("moved/Mm#0:self", "VALUE", "float32 [9]", 4 * MIB, 4 * MIB, "raw", store="host"),
-        Entry("(below min_nbytes)", "", "", 1000, 1000, reason="small"),
+        Entry("(below min_nbytes)", "", "", 20_000, 20_000, reason="small"),
         *(Entry(f"other/Mm#{n}:self", "VALUE", "int8 [9]", 9, 9, reason=f"reason {n}") for n in range(1, 9)),
     ),
     0,

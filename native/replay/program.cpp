@@ -100,6 +100,13 @@ Tree tree_of(PyObject* object) {
     tree.call = read.number("call");
     tree.function = read.object("function");
     tree.as_called = read.object("as_called");
+    tree.is_all = !read.object("places").is_none();
+    if (tree.is_all) {
+        const Reader call(tree.as_called.get());
+        tree.places = read.numbers("places");
+        tree.args = call.object("args");
+        tree.kwargs = call.object("kwargs");
+    }
     tree.result = layout_at(read, "spec", nullptr);
     tree.affine = affine_of(read.object("affine").get());
     tree.one_pass = one_pass_of(read.object("one_pass").get());

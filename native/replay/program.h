@@ -99,6 +99,9 @@ struct Tree {
     std::vector<Given> given;
     std::vector<Tree> inner;
     Object function, as_called;  // what is called, and its Call
+    bool is_all = false;         // whether calling it is all that there is to do, with these arguments
+    std::vector<int> places;     // of its inputs among them
+    Object args, kwargs;
     Layout result;
     std::shared_ptr<const Affine> affine;  // how it is made in one pass; null where it is not
     std::shared_ptr<const OnePass> one_pass;

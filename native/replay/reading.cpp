@@ -1,6 +1,7 @@
 // What backward reads of a value: decoded, made again, or as it was held. See stash/decode.py, which says why.
 #include "run.h"
 
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/function.h>
@@ -492,6 +493,22 @@ at::Tensor fetch(const Slot& reader, const Given& given) {
     TORCH_CHECK(false, "a value is made again from one that is not there");
 }
 
+namespace {
+
+// What the function returns; see repeating.repeat, which has more to do for some calls.
+at::Tensor called(const Tree& tree, PyObject* tensors) {
+    const Py_ssize_t size = PyTuple_GET_SIZE(tree.args.get());
+    const Object args = Object::taken(PyTuple_New(size));
+    for (Py_ssize_t index = 0; index < size; ++index)
+        PyTuple_SET_ITEM(args.get(), index, Py_NewRef(PyTuple_GET_ITEM(tree.args.get(), index)));
+    for (size_t index = 0; index < tree.places.size(); ++index)
+        PyTuple_SetItem(args.get(), tree.places[index], Py_NewRef(PyList_GET_ITEM(tensors, index)));
+    const Object result = Object::taken(PyObject_Call(tree.function.get(), args.get(), tree.kwargs.get()));
+    return THPVariable_Unpack(result.get());
+}
+
+}  // namespace
+
 at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
     if (tree.affine != nullptr && !slot.is_unfused) {
         at::Tensor made = run_affine(slot, *tree.affine, tree.result, is_own);
@@ -517,6 +534,7 @@ at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
         }
         if (PyList_Append(tensors.get(), wrapped(x).get()) != 0) throw python_error();
     }
+    if (tree.is_all && !at::autocast::is_autocast_enabled(tree.result.device.type())) return called(tree, tensors.get());
     const Object result = call(slot.session->repeat.get(), tree.as_called.get(), tree.function.get(), tensors.get(),
                                inputs.random_state.is_none() ? Py_None : inputs.random_state.get());
     return THPVariable_Unpack(result.get());

@@ -318,7 +318,7 @@ class Session:
             own_notes = step.notes(is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
             own_notes += (notice,) if notice else ()
             return Report(
-                repr(self.policy),
+                str(self.policy),
                 self._steps,
                 step.rows(),
                 sum(step.parameters.values()),

@@ -166,6 +166,62 @@ def test_choose_goes_on_where_a_policy_fails(script: str, invoke: Invoke, monkey
     assert result.exit_code == 1 and "killed by SIGKILL" in result.stderr
 
 
+def test_choose_shows_the_error_of_a_script_that_fails_without_backstash(
+    failing: str, invoke: Invoke, in_this_process: list[tuple[MeasureRequest, Mapping[str, str]]]
+) -> None:
+    Path(failing).write_text("raise ValueError('there is no data set')\n")
+    result = invoke("choose", failing)
+    assert result.exit_code == 1
+    assert "failing.py was to be measured under plain, but it ended with exit code 1" in result.stderr
+    assert "ValueError: there is no data set" in result.stderr
+    assert [order.policy for order, _ in in_this_process] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    "errors",
+    ["MemoryError", "torch.OutOfMemoryError: CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory"],
+)
+def test_choose_goes_on_where_plain_lacks_memory(
+    errors: str, script: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_child(module: str, order: MeasureRequest, *_: Any) -> tuple[int, str]:
+        if order.policy == "plain":
+            return 1, errors
+        Path(order.result).write_text(json.dumps(vars(observed(order.policy))))
+        return 0, ""
+
+    monkeypatch.setattr(comparing, "run_in_child", in_child)
+    assert "recommended: lossless, peak 9.8 KiB; plain PyTorch could not" in invoke("choose", script).stdout
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("steps", "args", "told"),
+    [
+        (2, ("compare",), "made only 2 training steps, and none of them was timed, so these numbers are not settled."),
+        (3, ("choose", "--quiet", "--exact"), "made only 3 training steps, and 1 of them was timed"),
+        (
+            4,
+            ("choose", "--exact", "--steps", "5"),
+            "and 2 of them were timed, so these numbers are not settled. Let it",
+        ),
+        (5, ("compare",), ""),
+        (4, ("choose", "--exact", "--steps", "2"), ""),
+    ],
+)
+def test_numbers_of_too_few_steps_are_not_shown_without_a_word(
+    steps: int, args: tuple[str, ...], told: str, script: str, tmp_path: Path, invoke: Invoke
+) -> None:
+    Path(script).write_text(Path(script).read_text().replace("range(5)", f"range({steps})"))
+    out = ("--out", str(tmp_path)) if args[0] == "compare" else ()
+    shown = " ".join(invoke(*args, *out, script).stdout.split())
+    if told:
+        assert told in shown
+        assert f"make {7 if '5' in args else 5} or more: the memory of step 2 is counted, what follows" in shown
+    else:
+        assert "settled" not in shown
+
+
 def lines(*runs: Observed) -> list[str]:
     return [line.partition(";")[0] for line in recommend(compared(*runs))]
 

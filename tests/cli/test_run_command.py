@@ -70,6 +70,17 @@ def test_what_is_known_of_a_script_that_fails_is_one_line_above_its_traceback(
     assert written.exists()
 
 
+def test_a_budget_that_nothing_fits_has_its_message_below_the_script_s_own_line(script: str, invoke: Invoke) -> None:
+    text = Path(script).read_text()
+    Path(script).write_text(text.replace("range(5)", "range(9999)"))  # until it is known that nothing fits
+    result = invoke("run", "--min-nbytes", "0", "--budget", "1KiB", script)
+    assert result.exit_code == 1
+    told, *lines = result.stderr.splitlines()
+    assert told.startswith(f"backstash: {script} ended with BatchTooLargeError")
+    assert [line.split(",")[0] for line in lines if line.startswith("  File")] == [f'  File "{script}"']
+    assert lines[-2] == "    loss.backward()" and "Pass that budget" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -146,6 +157,20 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("fit", "--device", ",", "{script}"), "no card is named"),
         (("fit", "--device", "t4", "--allow", "bounded", "{script}"), "bounded changes gradients"),
         (("run", "--budget", "60%", "--policy", "offload", "{script}"), "a plan decides in the place of a policy"),
+        (("run", "--budget", "6 gigs", "{script}"), "budget '6 gigs', but that is no number with a unit"),
+        (("plan", "--budget", "6 gigs", "{script}"), "budget '6 gigs', but that is no number with a unit"),
+        (("estimate", "--budget", "0", "{script}"), "every step takes some memory"),
+        (("run", "--budget", "60%", "--error-limit", "0.1", "{script}"), "has nothing that makes an error"),
+        (("run", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("profile", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("plan", "--budget", "60%", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("estimate", "--budget", "60%", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("fit", "--device", "t4", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (
+            ("profile", "--allow", "offload", "--offload-to", "no/folder", "{script}"),
+            "no/folder would be in no, which is not there. Name a folder",
+        ),
+        (("compare", "--policies", ",", "{script}"), "no policy is named"),
         (
             ("compare", "--allocator", "tcmallok", "{script}"),
             "the allocator 'tcmallok' was asked for, but that file does",

@@ -147,6 +147,7 @@ def test_memory_that_is_too_small_shows_nothing_that_fits() -> None:
     assert [row.size for row in found] == [0]
     text = picture.text_picture(demonstration, 1000, found)
     assert "Nothing fits: 1 voxels along each edge, the smallest size, take" in text and "--memory" in text
+    assert "All gradients" not in text, "which were those of a size that does not fit"
 
 
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
@@ -221,6 +222,8 @@ def test_the_command_shows_bars_and_writes_a_picture(tmp_path: Path, monkeypatch
 def test_what_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(monkeypatch, "yolo")
     assert done.exit_code == 2 and "there are lora, lora-lm" in done.stderr
+    done = run(monkeypatch, "unet", "--memory", "0")
+    assert done.exit_code == 2 and "every step takes some memory" in done.stderr
 
 
 def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from typer.testing import CliRunner
 
+from backstash.cli.commands import app
 from backstash.errors import MeasureError, UnknownNameError
 from backstash.forecast.cards import CARDS, card_named
 from backstash.forecast.costs import Clock, Work
@@ -288,3 +290,20 @@ def test_what_needs_numbers_is_an_error_that_says_so(tmp_path: Path) -> None:
     script.write_text(SCRIPT.format(line="x = x[x[:, 0] > 0]"))
     with pytest.raises(MeasureError, match="failed where its tensors have no numbers, after 0"):
         traced_script(str(script), ("32", "9"))
+
+
+def test_an_error_of_the_script_is_told_without_numbers_being_blamed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('there is no data set')\n")
+    with pytest.raises(
+        MeasureError, match=r"train\.py failed after 0 of .*: ValueError: there is no data set\. Run it"
+    ):
+        traced_script(str(script))
+
+
+def test_a_quiet_forecast_still_has_its_table(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(line=""))
+    done = CliRunner().invoke(app, ["fit", "--quiet", "--device", "t4", str(script), "32", "9"])
+    assert done.exit_code == 0 and "may be used" in done.stdout, done.output
+    assert "Print the result alone" in CliRunner().invoke(app, ["fit", "--help"], env={"COLUMNS": "200"}).stdout

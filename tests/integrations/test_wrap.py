@@ -6,9 +6,11 @@ import copy
 import gc
 import io
 import pickle
+import re
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +308,17 @@ def test_wrapping_twice_says_what_to_do() -> None:
     with pytest.raises(IntegrationError, match=r"wrapped already, with Lossless.*unwrap"):
         bs.wrap(model)
     bs.wrap(bs.unwrap(model), "keep")
+    budgeted = bs.wrap(network(), budget="60%")
+    with pytest.raises(IntegrationError, match=r"wrapped already, with KeepFor\w+\(\)\. Call"):
+        bs.wrap(budgeted)
+    assert re.fullmatch(r"KeepFor\w+\(\)", session_of(budgeted).report().policy)
+
+
+@pytest.mark.parametrize("name", ["allow", "error_limit", "agree", "strict", "offload_to"])
+def test_how_to_keep_a_budget_needs_one(name: str) -> None:
+    given: dict[str, Any] = {name: True}
+    with pytest.raises(IntegrationError, match=rf"{name}=True was asked for without a budget, but .* Pass budget="):
+        bs.wrap(network(), **given)
 
 
 def test_what_is_not_wrapped_says_what_to_do() -> None:

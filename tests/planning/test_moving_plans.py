@@ -163,6 +163,17 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
         link.folder(file)
 
 
+def test_no_folder_is_made_of_a_name_that_may_be_mistyped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(link, "_file_system", lambda path: "ext4")
+    with pytest.raises(PlanError, match=r"scrach/plans would be in .*scrach, which is not there\. Name a folder"):
+        link.folder(tmp_path / "scrach" / "plans")
+    assert link.folder(tmp_path / "plans") == str(tmp_path / "plans") and not list(tmp_path.iterdir())
+    monkeypatch.delenv("BACKSTASH_OFFLOAD_TO", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "new" / "temporary"))
+    link.folder()
+    assert (tmp_path / "new").is_dir(), "what nobody has typed is made"
+
+
 def test_over_a_slow_link_dense_values_are_moved_with_shorter_exponents(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -87,6 +87,11 @@ def test_a_family_that_is_not_there_is_refused(allow: Any) -> None:
         plan(NETWORK, "50%", allow=allow)
 
 
+def test_words_with_commas_are_to_be_a_tuple() -> None:
+    with pytest.raises(PlanError, match=r"Several words are a tuple: allow=\('lossless', 'recompute'\)\. Pass any of"):
+        plan(NETWORK, "50%", allow="lossless, recompute")
+
+
 @pytest.mark.parametrize(
     ("word", "meant"),
     [("blockquant16", "blockquant1"), ("zcv", "zvc"), ("lossles", "lossless"), ("offlaod", "offload")],

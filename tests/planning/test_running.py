@@ -81,7 +81,7 @@ def test_a_step_that_fits_is_left_alone() -> None:
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits_says_what_would() -> None:
     with pytest.raises(BudgetError, match="the smallest budget that fits") as caught:
-        trained(Budgeted(1000, min_nbytes=1024))
+        trained(Budgeted(1000, min_nbytes=1024), 60)
     assert caught.value.smallest_nbytes > 1000
     trained(Session("lossless"), 1)  # nothing is left open
 

@@ -22,7 +22,7 @@ from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedErro
 from backstash.policies import Action, Keep, Policy, Stash
 from backstash.redeem import exclusive, table
 from backstash.remake.remaking import REPEAT
-from backstash.replay import replaying
+from backstash.replay import recorder, replaying
 from backstash.saved import Need, SavedTensor
 from backstash.stash import seams
 from tests.networks import families
@@ -303,6 +303,7 @@ def test_what_was_changed_after_it_was_saved_is_an_error(twin: Twin) -> None:
 def test_what_is_made_again_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     repeat, off = replaying._CALLBACKS["repeat"], [0.0]
     monkeypatch.setitem(replaying._CALLBACKS, "repeat", lambda *given: repeat(*given) + off[0])
+    monkeypatch.setattr(recorder, "_places", lambda call: None)  # Python repeats calls of all kinds
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     session = Session("lossless", model=model, min_nbytes=0, stop_if_useless=False)
@@ -318,6 +319,38 @@ def test_what_is_made_again_with_other_bits_is_an_error(monkeypatch: pytest.Monk
         else:
             loss.backward()
     assert not session._is_replayed, "it is learned anew"
+
+
+class Curve(nn.Module):
+    """A GELU as some language models write it, and a product that autocast would convert, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+        y = torch.matmul(x.view(4, -1, 64).sin(), torch.cat([x[:32], x[:32].neg()]).cos())
+        loss: Tensor = self.last(y).square().mean()
+        return loss
+
+
+def test_autocast_in_backward_alone_changes_nothing_that_is_made_again() -> None:
+    torch.manual_seed(0)
+    twin = Twin(Curve(), policies.lossless(recompute=True))
+    x = torch.randn(64, 64)
+    twin.settle(x)
+
+    def backward(loss: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+
+    trees = [value.tree for value in twin.passes.script.values if value.tree is not None]
+    assert any(tree.places is not None for tree in trees)
+    for _ in range(3):
+        twin.step(x, backward)
+    assert twin.session._is_replayed
 
 
 def test_a_pass_that_fails_leaves_nothing_behind(twin: Twin) -> None:

@@ -81,6 +81,9 @@ def test_small_values_are_looked_at_where_they_are_many() -> None:
     (found,) = suggestions(report_of(SMALL, STORED))
     assert found.text == "look at small values too: up to -5.0 MiB, which takes time for each; try `--min-nbytes 1KiB`"
     assert found.is_most
+    tiny = dataclasses.replace(SMALL, saved_nbytes=256, stash_nbytes=256)  # all that this step saves
+    assert what_now(report_of(tiny)) == ("nothing would help: 256 bytes too little to matter",)
+    assert "min_nbytes" not in report_of(tiny).summary(120).replace("(below min_nbytes)", "")
     few = dataclasses.replace(SMALL, saved_nbytes=1000, stash_nbytes=1000)
     assert suggestions(report_of(few, STORED)) == ()
     assert what_now(report_of(few, STORED))[0].endswith("1.0 MiB stored small already, 1000 bytes too little to matter")

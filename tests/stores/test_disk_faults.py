@@ -109,6 +109,9 @@ def test_a_directory_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"DiskStore was asked to keep a file in .*file, but that failed"):
         DiskStore(tmp_path / "file")
+    with pytest.raises(StoreError, match=r"No such file.* Name a directory .* is made, in a directory that is there"):
+        DiskStore(tmp_path / "scrach" / "values")
+    assert not (tmp_path / "scrach").exists()
 
 
 def test_memory_for_two_blocks_is_the_least(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import typer
 
 from backstash import policies as registry
 from backstash.cli.endings import exits
-from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, Quiet, Script, ScriptCommand
+from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, OnlyAdvice, Script, ScriptCommand
 from backstash.cli.tables import end, progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.choose import recommend
-from backstash.report.compare import Program, compare, runs_of
+from backstash.report.compare import TIMED, Program, compare, runs_of
 from backstash.report.watch import PLAIN
 
 
@@ -28,13 +28,13 @@ def choose(
     is_module: IsModule = False,
     steps: Annotated[
         int, typer.Option(min=1, envvar="BACKSTASH_STEPS", help="Steps that are timed under each policy.")
-    ] = 3,
+    ] = TIMED,
     exact: Annotated[
         bool, typer.Option("--exact", envvar="BACKSTASH_EXACT", help="Only try policies that change no gradient.")
     ] = False,
     min_nbytes: MinNbytes = None,
     allocator: AllocatorName = "auto",
-    quiet: Quiet = False,
+    quiet: OnlyAdvice = False,
 ) -> None:
     """Try the policies on a few steps of a training script, and recommend one.
 
@@ -54,6 +54,8 @@ def choose(
         for label, message in comparison.failures:
             typer.echo(f"{label} could not be measured: {message.splitlines()[0]}")
         typer.echo("")
+    if comparison.shortage:
+        typer.echo(f"{textwrap.fill(comparison.shortage, 118)}\n")
     for line in found:
         typer.echo(textwrap.fill(line, 118, subsequent_indent="  "))
     end(comparison)

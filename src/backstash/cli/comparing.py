@@ -71,6 +71,8 @@ def compare(
         )
         raise typer.Exit(1) from None
     names = names_of(policies)
+    if not names:
+        raise typer.BadParameter("no policy is named", param_hint="--policies")
     program = Program(script, tuple(args or ()), is_module, min_nbytes)
     with exits():
         chosen = allocators.choose_allocator(allocator)
@@ -80,6 +82,8 @@ def compare(
             comparison = run_comparison(program, names, repeats, chosen, update)
     if not quiet:
         show(comparison)
+        if comparison.shortage:
+            typer.echo(comparison.shortage)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out) as unfinished:  # no file is ever half written under its name
         folder = Path(unfinished)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Quiet, parse_size
+from backstash.cli.options import NoProgress, parse_size
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.demos.demonstrations import DEMONSTRATIONS
 from backstash.demos.picture import save_picture, text_picture
@@ -40,7 +40,7 @@ def demo(
     out: Annotated[
         Path | None, typer.Option(help="Also write NAME.json and NAME.png to this folder.", file_okay=False)
     ] = None,
-    quiet: Quiet = False,
+    quiet: NoProgress = False,
 ) -> None:
     """Show how many images, tokens, voxels, layers or time steps fit into some memory: plain, and with backstash.
 
@@ -52,6 +52,8 @@ def demo(
             known = ", ".join(DEMONSTRATIONS)
             raise UnknownNameError(f"the demonstration {name!r} was asked for, but there are {known}.")
         demonstration = DEMONSTRATIONS[name]
+        if memory == 0:
+            raise typer.BadParameter("every step takes some memory: give more, such as 64MiB", param_hint="--memory")
         nbytes = demonstration.nbytes if memory is None else memory
         found: list[Largest] = []
         interrupted = False

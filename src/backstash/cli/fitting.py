@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand, file_for
-from backstash.cli.planning import Allow, words
+from backstash.cli.options import Arguments, IsModule, NoProgress, Script, ScriptCommand, file_for
+from backstash.cli.planning import Allow, check_options, words
 from backstash.cli.waiting import waiting
 from backstash.forecast.cards import CARDS, card_named
 from backstash.forecast.fitting import Fit, Fits
@@ -47,7 +47,7 @@ def fit(
     allow: Allow = "lossless,recompute",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.", show_default=False)] = None,
-    quiet: Quiet = False,
+    quiet: NoProgress = False,
 ) -> None:
     """Say what fits on a card that is not here: the largest size of a script's batch or text, and the time of a step.
 
@@ -56,6 +56,7 @@ def fit(
     tried.
     """
     out = file_for("--out", out)
+    check_options(None, allow)
     with exits():
         cards = [card_named(name) for name in words(device)]
         if not cards:

@@ -127,6 +127,14 @@ AllocatorName = Annotated[
         autocompletion=complete_allocator,
     ),
 ]
+NoProgress = Annotated[
+    bool,
+    typer.Option("--quiet", envvar="BACKSTASH_QUIET", help="Print the result alone, no progress.", show_default=False),
+]
+OnlyAdvice = Annotated[
+    bool,
+    typer.Option("--quiet", envvar="BACKSTASH_QUIET", help="Print the recommendation alone.", show_default=False),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", envvar="BACKSTASH_QUIET", help="Print nothing but errors.", show_default=False)
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from backstash.cli.endings import exits
+from backstash.cli.endings import WRONG_ARGUMENT, exits
 from backstash.cli.options import Arguments, IsModule, Quiet, Script, file_for
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.compile import patch_compile
@@ -86,6 +86,7 @@ def profile(
     The script is ended as soon as a step was profiled.
     """
     out = file_for("--out", out)
+    check_options(None, allow)
     with exits(), waiting(quiet) as say:
         say(f"the first steps of {script}")
         found = profiled(script, args or (), is_module, allow, offload_to)
@@ -112,14 +113,12 @@ def plan(
     `run --plan FILE` runs the script under a plan that was written to a file.
     """
     out, page = file_for("--out", out), file_for("--page", page)
-    with exits():
-        parse_budget(as_budget(budget), 1 << 30)
-        limit_of_errors(error_limit, words(allow))
-        with waiting(quiet) as say:
-            say(f"the first steps of {script}")
-            step = profiled(script, args or (), is_module, allow, offload_to)
-            say(f"a plan for {budget}")
-            found, interrupted = _plan_or_best_so_far(Planner(step, words(allow), error_limit), as_budget(budget))
+    check_options(budget, allow, error_limit)
+    with exits(), waiting(quiet) as say:
+        say(f"the first steps of {script}")
+        step = profiled(script, args or (), is_module, allow, offload_to)
+        say(f"a plan for {budget}")
+        found, interrupted = _plan_or_best_so_far(Planner(step, words(allow), error_limit), as_budget(budget))
     if out is not None:
         out.write_text(found.to_json() + "\n")
     if page is not None:
@@ -155,15 +154,13 @@ def estimate(
 
     All that a step allocates is taken to grow with the batch, but for the gradients of weights.
     """
-    with exits():
-        parse_budget(as_budget(budget), 1 << 30)
-        limit_of_errors(error_limit, words(allow))
-        with waiting() as say:
-            say(f"the first steps of {script}")
-            found = profiled(script, args or (), is_module, allow, offload_to)
-            nbytes = parse_budget(as_budget(budget), found.plain_peak_nbytes)
-            say(f"batches within {budget}")
-            times = growth(found, nbytes, words(allow), error_limit)
+    check_options(budget, allow, error_limit)
+    with exits(), waiting() as say:
+        say(f"the first steps of {script}")
+        found = profiled(script, args or (), is_module, allow, offload_to)
+        nbytes = parse_budget(as_budget(budget), found.plain_peak_nbytes)
+        say(f"batches within {budget}")
+        times = growth(found, nbytes, words(allow), error_limit)
     for line in _said(times, found, nbytes):
         typer.echo(line)
 
@@ -178,13 +175,16 @@ def profiled(
     """Runs a script until a step of it was profiled.
 
     Raises:
-        PlanError: the script ended before, or there is nowhere to move values to.
+        Exit: there is nowhere to move values to.
+        PlanError: the script ended before.
         ScriptError: there is no such file or module.
     """
     require_script(script, is_module)
     for name, value in QUIET_LOGS.items():
         os.environ.setdefault(name, value)
-    with ProfiledRun(allow=words(allow), offload_to=offload_to) as run:
+    with exits(otherwise=WRONG_ARGUMENT):
+        run = ProfiledRun(allow=words(allow), offload_to=offload_to)
+    with run:
         exit_code = execute(script, args, is_module=is_module)
     if run.profile is None:
         ended = f"it ended with exit code {exit_code}" if exit_code else "it ended"
@@ -215,9 +215,10 @@ def run_within(
     """
     for name, value in QUIET_LOGS.items():
         os.environ.setdefault(name, value)
-    run = _Observed(
-        as_budget(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to
-    )
+    with exits(otherwise=WRONG_ARGUMENT):
+        run = _Observed(
+            as_budget(budget), words(allow), error_limit=error_limit, min_nbytes=min_nbytes, offload_to=offload_to
+        )
     with patch_compile("lossless", min_nbytes=min_nbytes) as patched:
         run.spared = lambda: 0 if (found := patched.report()) is None else found.saved_nbytes - found.stash_nbytes
         launched = launch_under(run, script, args, is_module=is_module, failed=failed)
@@ -235,6 +236,14 @@ class _Observed(Budgeted):
     def settled(self) -> None:
         """The first steps are over."""
         self.resident.separate()
+
+
+def check_options(budget: str | None, allow: str, error_limit: float | None = None) -> None:
+    """Ends the command with exit code 2 if one of these options means nothing. An error limit needs a budget."""
+    with exits(otherwise=WRONG_ARGUMENT):
+        if budget is not None:
+            parse_budget(as_budget(budget), 1 << 30)
+        limit_of_errors(None if budget is None else error_limit, words(allow))
 
 
 def words(allow: str) -> tuple[str, ...]:

@@ -14,13 +14,12 @@ import typer
 from backstash import policies
 from backstash.cli.endings import exits
 from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, PolicyName, Quiet, Script, file_for
-from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, as_budget, run_within
+from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, check_options, run_within
 from backstash.errors import PlanError
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
 from backstash.integrations.launcher import Launched, is_own_process, launch, require_script
 from backstash.integrations.ranks import Rank
-from backstash.planning.model.budget import parse_budget
 from backstash.planning.model.plan import Plan
 from backstash.report.meter import ResidentPeaks, peak_so_far_nbytes
 from backstash.stash.ledger import Report
@@ -77,6 +76,7 @@ def run(
     """
     report_json, report_html = file_for("--report-json", report_json), file_for("--report-html", report_html)
     rank = Rank.here()
+    check_options(budget, allow, error_limit)
     with exits():
         require_script(script, is_module)
         policies.require(policy)
@@ -165,9 +165,7 @@ def _show(script: str, launched: Launched, full: bool) -> None:
 
 
 def _require_one(budget: str | None, plan: Path | None) -> None:
-    """Refuses a budget that means nothing, a plan that is not there, and both together."""
-    if budget is not None:
-        parse_budget(as_budget(budget), 1 << 30)
+    """Refuses a plan that is not there, and a plan together with a budget."""
     if plan is not None and not plan.is_file():
         raise typer.BadParameter(f"there is no file {plan}", param_hint="--plan")
     if plan is not None and budget is not None:

@@ -47,7 +47,7 @@ def text_picture(demonstration: Demonstration, nbytes: int, found: Sequence[Larg
         least = amount(min((row.peak_nbytes for row in found), default=0))
         smallest = f"{demonstration.start:,} {demonstration.unit}, the smallest size,"
         lines.append(f"Nothing fits: {smallest} take {least} or more. Ask for more --memory.")
-    if all(row.is_equal for row in found):
+    elif all(row.is_equal for row in found):
         lines.append("All gradients have the same bits as in plain PyTorch.")
     return "\n".join(lines)
 

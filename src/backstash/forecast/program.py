@@ -45,10 +45,16 @@ def _traced(script: str, args: Sequence[str], is_module: bool) -> TracedSteps:
     with redirect_stdout(io.StringIO()), StepTracer() as tracer:  # its numbers would mean nothing
         execute(script, args, is_module=is_module, failed=failed.append)
     if failed and not tracer.is_done:
+        where, mend = "", "if nothing does, it has read numbers of a tensor, each of which is 1 here"
+        if isinstance(failed[0], (RuntimeError, TypeError)):  # as torch raises them
+            where = " where its tensors have no numbers,"
+            mend = (
+                "if nothing does, what asks for the numbers of a whole tensor, such as masked_select(), nonzero() or "
+                "numpy(), has to be left out of these steps"
+            )
         raise MeasureError(
-            f"a forecast was asked for, but {script} failed where its tensors have no numbers, after "
-            f"{len(tracer.steps)} of {len(STEPS)} backward passes: {type(failed[0]).__name__}: "
-            f"{str(failed[0])[:300]}. What asks for the numbers of a whole tensor, such as masked_select(), nonzero() "
-            f"or numpy(), has to be left out of these steps."
+            f"a forecast was asked for, but {script} failed{where} after {len(tracer.steps)} of {len(STEPS)} backward "
+            f"passes: {type(failed[0]).__name__}: {str(failed[0])[:300]}. Run it without backstash, and mend what "
+            f"fails there; {mend}."
         ) from failed[0]
     return tracer.found()

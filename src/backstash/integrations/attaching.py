@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from typing import Any
@@ -31,11 +32,18 @@ def session_for(policy: str | Policy, budget: int | str | None = None, **options
             :class:`~backstash.planning.run.budgeted.Budgeted`.
 
     Raises:
-        IntegrationError: a budget is given together with another policy.
+        IntegrationError: a budget is given together with another policy, or what says how to keep one without it.
         PlanError: the budget means nothing.
         UnknownNameError: no policy has that name.
     """
     if budget is None:
+        own = inspect.signature(Budgeted).parameters.keys() - inspect.signature(Session).parameters.keys()
+        if of_budget := sorted(own & options.keys()):
+            asked = ", ".join(f"{name}={options[name]!r:.80}" for name in of_budget)
+            raise IntegrationError(
+                f"{asked} was asked for without a budget, but that says how a budget is kept. Pass budget=..., such as "
+                f"'2GiB' or '60%', or leave {', '.join(of_budget)} out."
+            )
         return Session(policy, **options)
     if policy != "lossless":
         raise IntegrationError(

@@ -157,7 +157,7 @@ def attach(
             return existing
         raise IntegrationError(
             f"attach was asked for policy {policy!r}, but this trainer is attached already, with "
-            f"{existing.session.policy!r} and options {existing.asked[3]}. Call "
+            f"{existing.session.policy} and options {existing.asked[3]}. Call "
             f"backstash.integrations.huggingface.detach(trainer) first."
         )
     _check_settings(trainer.args)

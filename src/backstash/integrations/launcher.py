@@ -14,14 +14,19 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Protocol
 
+import torch
+
 from backstash.compile import patch_compile
-from backstash.errors import ScriptError
+from backstash.errors import BudgetError, ScriptError
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
 
 INTERRUPTED = 130
 """Exit code of a script that was interrupted from the keyboard: 128 plus the number of SIGINT, as in shells."""
+
+_OWN = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+"""The folders of backstash and torch, as the names of their files begin."""
 
 Failed = Callable[[BaseException], None]
 """A function that is called with the exception that ends a script, before its traceback is printed."""
@@ -118,7 +123,7 @@ def execute(
 
     The script is ``__main__``, has its own ``sys.argv``, and imports from its own folder first; a module imports from
     the current folder first, and its relative imports work. If it fails, its traceback is printed without the frames of
-    this launcher.
+    this launcher; if no plan fits a budget, it ends where the script calls torch, and the message follows.
 
     Args:
         script: path of the script, or dotted name of the module.
@@ -224,12 +229,20 @@ def _code(script: str, namespace: dict[str, object], is_module: bool) -> CodeTyp
 
 
 def _from_script(error: BaseException) -> TracebackType | None:
-    """Has an error's traceback begin at the script's first frame, and returns it."""
+    """Has an error's traceback begin at the script's first frame, and returns it. A BudgetError's ends at its last."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error.__traceback__ = trace
-    return trace
+    if isinstance(error, BudgetError):  # an answer to the user, and no fault of a line in backstash
+        last = None
+        while trace is not None:
+            if not trace.tb_frame.f_code.co_filename.startswith(_OWN):
+                last = trace
+            trace = trace.tb_next
+        if last is not None:
+            last.tb_next = None
+    return error.__traceback__
 
 
 def _settle_streams(before: tuple[Any, Any]) -> None:

@@ -138,7 +138,8 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
 
     Raises:
         TypeError: ``model`` is not a module.
-        IntegrationError: the model is wrapped already, or a budget is given together with a policy.
+        IntegrationError: the model is wrapped already, a budget is given together with a policy, or what says how to
+            keep a budget without one.
         PlanError: the budget means nothing.
         BudgetError: later, from a backward pass, if no plan fits the budget.
         UnknownNameError: no policy has that name.
@@ -160,7 +161,7 @@ def wrap(model: Model, policy: str | Policy = "lossless", *, budget: int | str |
     window = _window(model)
     if window is not None:
         raise IntegrationError(
-            f"wrap was asked for a {type(model).__name__} that is wrapped already, with {window.session.policy!r}. "
+            f"wrap was asked for a {type(model).__name__} that is wrapped already, with {window.session.policy}. "
             f"Call backstash.unwrap(model) before you wrap it again."
         )
     if MODULE_CALL in model.__dict__ or getattr(model, COMPILED_CALL, None) is not None:

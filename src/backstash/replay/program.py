@@ -129,6 +129,7 @@ class CallTree:
         call: its number among the script's calls.
         function: what is called, which may write over its first argument.
         as_called: the call as it was noted, without its inputs.
+        places: of its inputs among the arguments, where calling the function is all that there is to do; else None.
         given: its inputs.
         inner: the calls that make some of them.
         spec: of the result.
@@ -140,6 +141,7 @@ class CallTree:
     call: int
     function: Any
     as_called: Any
+    places: tuple[int, ...] | None
     given: tuple[GivenInput, ...]
     inner: tuple[CallTree, ...]
     spec: TensorSpec

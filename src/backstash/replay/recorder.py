@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash import repeatable
 from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.codecs import base
@@ -604,9 +605,8 @@ class _Writer:
         function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
         one_pass = self._one_pass(recipe) if recipe.fused and affine is None else None
-        return CallTree(
-            number, function, _alone(call), tuple(given), tuple(inner), call.spec, call.name, affine, one_pass
-        )
+        made_by = number, function, _alone(call), _places(call)
+        return CallTree(*made_by, tuple(given), tuple(inner), call.spec, call.name, affine, one_pass)
 
     def _one_pass(self, recipe: Recipe) -> OnePassTree | None:
         found = onepass.one_pass_of(recipe)
@@ -742,6 +742,14 @@ def _is_shared(contents: Contents, x: Tensor) -> bool:
 def _alone(call: calls.Call) -> calls.Call:
     """A call that is made for its result: of what it saves inside nothing is wanted."""
     return replace(call.without_inputs(), group=None)
+
+
+def _places(call: calls.Call) -> tuple[int, ...] | None:
+    """Where among a call's arguments its inputs are, if repeating it is no more than calling its function."""
+    if call.needs_grad or call.autocast is not None or repeatable.may_draw(call.function):
+        return None
+    places = tuple([place for place, arg in enumerate(call.args) if arg is INPUT])
+    return places if len(places) == len(call.inputs) else None  # others are in a list, or have a name
 
 
 def _tensor_of(entry: _Entry) -> Any:

@@ -37,6 +37,12 @@ from backstash.torch_internals import QUIET_LOGS
 TAIL = 30
 """How many lines of a failed script's stderr are shown."""
 
+TIMED = 3
+"""How many timed steps it takes for a settled time."""
+
+OUT_OF_MEMORY = ("SIGKILL", "MemoryError", "allocate memory")
+"""Words of Linux, Python and torch in the message about a run that has ended because memory did not suffice."""
+
 Progress = Callable[[str, int, str | None], None]
 """A function that is called with a run's label, the number of the repeat, and a line that the script has printed.
 
@@ -120,6 +126,7 @@ class Comparison:
         runs: the runs, one for each policy, allocator and repeat, in the order of time.
         failures: label and error message of runs that could not be measured.
         is_interrupted: whether Ctrl-C has ended it before all runs were over.
+        timed: how many timed steps were asked for.
     """
 
     script: str
@@ -128,6 +135,20 @@ class Comparison:
     runs: tuple[Observed, ...]
     failures: tuple[tuple[str, str], ...] = ()
     is_interrupted: bool = False
+    timed: int = TIMED
+
+    @property
+    def shortage(self) -> str:
+        """That the script made too few steps for settled numbers, and how many it takes; empty if it made enough."""
+        steps = min(run.steps for run in self.runs)
+        timed = steps - COUNTED
+        if timed >= self.timed:
+            return ""
+        known = f"{timed} of them {'was' if timed == 1 else 'were'} timed" if timed else "none of them was timed"
+        return (
+            f"{self.script} made only {steps} training steps, and {known}, so these numbers are not settled. Let it "
+            f"make {COUNTED + self.timed} or more: the memory of step {COUNTED} is counted, what follows is timed."
+        )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -231,7 +252,8 @@ def compare(
         allocator: what the processes are started with. Plain then runs under the C library's own as well, because an
             allocator's gain is not a policy's.
         progress: is called when a run begins, and with each line that the script prints.
-        is_tolerant: whether a run that fails is noted in ``failures`` as long as any other can be measured.
+        is_tolerant: whether a run that fails is noted in ``failures`` as long as any other can be measured. If plain
+            fails, others go on only where memory may be what it lacks.
 
     Raises:
         ScriptError: there is no such script.
@@ -249,7 +271,7 @@ def compare(
         )
     runs: list[Observed] = []
     failures: dict[str, str] = {}
-    last: BackstashError | None = None
+    first: BackstashError | None = None
     is_interrupted = False
     for repeat, (policy, chosen) in product(range(repeats), runs_of(policies, allocator)):
         label = policy if allocator is None else f"{policy}, {chosen.name if chosen else allocators.SYSTEM}"
@@ -257,18 +279,19 @@ def compare(
         try:
             runs.append(_run(program, policy, chosen, partial(progress, label, repeat)))
         except (ScriptFailedError, MeasureError) as error:
-            if not is_tolerant:
+            if not is_tolerant or (policy == PLAIN and not any(words in str(error) for words in OUT_OF_MEMORY)):
                 raise
-            failures[label], last = str(error), error
+            failures[label], first = str(error), first or error
         except KeyboardInterrupt:
             if not runs:
                 raise
             is_interrupted = True
             break
-    if not runs and last is not None:
-        raise last
+    if not runs and first is not None:
+        raise first
     failed = tuple(failures.items())
-    return Comparison(program.script, program.args, describe_machine(), tuple(runs), failed, is_interrupted)
+    timed = TIMED if program.steps is None else program.steps
+    return Comparison(program.script, program.args, describe_machine(), tuple(runs), failed, is_interrupted, timed)
 
 
 def runs_of(policies: Sequence[str], allocator: Allocator | None) -> list[tuple[str, Allocator | None]]:

@@ -26,6 +26,9 @@ _QUANTIZED_BITS = 8 + 64 / 256
 WORTHWHILE = 0.01
 """A share of all bytes that were saved. What would help by less is not suggested."""
 
+WORTH_A_LOOK = 16 << 10
+"""Bytes of small values, all together. Where they are fewer than a Session keeps of a single one, none is looked at."""
+
 _STEPS = 20
 """How many budgets there are to suggest from, as shares of the plain step's peak."""
 
@@ -143,7 +146,7 @@ def advice(rows: Sequence[Entry], reason: str) -> str:
     """
     row = rows[0]
     if reason == "too small":
-        return "a smaller min_nbytes"
+        return "a smaller min_nbytes" if sum(each.device_nbytes for each in rows) >= WORTH_A_LOOK else ""
     if reason == "by the policy":
         return "the policy lossless"
     if reason == "in use" or row.need in ("", "SIGN", "SHAPE", "INDEX"):

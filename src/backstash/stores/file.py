@@ -26,12 +26,12 @@ class UnnamedFile:
         self.nbytes = 0
         self._descriptor = -1
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(exist_ok=True)  # without the folders above it, because a missing one may be a typing error
             self._descriptor, self.direct = self._open(directory)
         except (OSError, ValueError) as error:  # the latter for a name that no file can have
             raise StoreError(
                 f"DiskStore was asked to keep a file in {directory}, but that failed: {error}. Name a directory on a "
-                f"local disk that you may write to."
+                f"local disk that you may write to. If it is not there, it is made, in a directory that is there."
             ) from error
 
     def __del__(self) -> None:

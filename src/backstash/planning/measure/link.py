@@ -132,6 +132,10 @@ def folder(chosen: str | os.PathLike[str] | None = None) -> str:
     reasons = []
     for path in tried:
         reason = _unusable(path)
+        if reason is None and not named:
+            path.parent.mkdir(parents=True, exist_ok=True)  # a new machine has no ~/.cache
+        elif reason is None and not os.path.isdir(path.parent):
+            reason = f"would be in {path.parent}, which is not there"
         if reason is None:
             return str(path.absolute())  # the program may change the current folder before a file is opened there
         reasons.append(f"{path} {reason}")

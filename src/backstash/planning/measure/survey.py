@@ -150,6 +150,9 @@ class KeepForSurvey(Policy):
         self.asked: dict[str, None] = {}
         self.cycles = cycles
 
+    def __str__(self) -> str:  # not __repr__, by which what was learned under one object would serve another
+        return f"{type(self).__name__}()"
+
     def decide(self, saved: SavedTensor) -> Action:
         """Returns Keep(), but for a tensor of which only the shape is read: every plan lets go of that."""
         self.asked.setdefault(saved.key)

@@ -101,9 +101,11 @@ def families(allow: str | Sequence[str]) -> tuple[str, ...]:
     words = (allow,) if isinstance(allow, str) else tuple(allow)
     for word in words:
         if word not in ALLOW and codec_named(word) is None:
+            several = tuple(part.strip() for part in word.split(","))
+            meant = nearest(word, ALLOW) if len(several) == 1 else f" Several words are a tuple: allow={several}."
             raise PlanError(
                 f"a plan was asked for with allow={allow!r}, but {word!r} is neither a family of choices nor a codec."
-                f"{nearest(str(word), ALLOW)} Pass any of {', '.join(ALLOW)}, or names of codecs: "
+                f"{meant} Pass any of {', '.join(ALLOW)}, or names of codecs: "
                 f"{', '.join(codecs.names())}, or with their bits, such as blockquant4."
             )
     needed = {word if word in ALLOW else "bounded" if word_has_error(word) else "lossless" for word in words}
