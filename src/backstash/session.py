@@ -22,7 +22,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -435,7 +434,7 @@ class Session:
         does_nothing = (encoder.only_keep or has_no_use) and not encoder.is_looking
         known.end_step(counted, does_nothing, saved_nbytes, freed_nbytes)
         if self._stops_if_useless and counted[0] and not compiled_any:
-            known.worth.end_step(is_equal, saved_nbytes, freed_nbytes, partial(_early_nbytes, step))
+            known.worth.end_step(is_equal, step)
         if self._chooses_min_nbytes and step.accounts and counted[0]:
             known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)
         self._use_learned_size()
@@ -579,18 +578,6 @@ class Session:
                 live.stashed_nbytes += self._replaying.begin_backward(live.nbytes)
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
-
-
-def _early_nbytes(step: Step) -> int:
-    """Bytes of the values of a step that backward may free earlier than it would without a Session, as they are."""
-    found = 0
-    for account in step.accounts:
-        readers = (account.facts, *(account.shared_by or ()))
-        each = (
-            seams.readers.frees_early(reader.op, reader.role, reader.spec, account.saved_nbytes) for reader in readers
-        )
-        found += account.stash_nbytes if any(each) else 0
-    return found
 
 
 for _function in (Session._pack, Session._before_hold, Session._unpack):

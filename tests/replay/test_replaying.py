@@ -353,6 +353,26 @@ def test_autocast_in_backward_alone_changes_nothing_that_is_made_again() -> None
     assert twin.session._is_replayed
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_pass_that_lowers_next_to_nothing_is_replayed_unless_it_may_end_as_useless(stops: bool) -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(128, 8), nn.ReLU(), nn.Linear(8, 4))
+    session = Session("lossless", min_nbytes=256, model=model, stop_if_useless=stops)
+    expected: list[Tensor] = []
+    for _ in range(STEPS):
+        model.zero_grad()
+        with session:
+            loss = model(torch.ones(64, 128)).square().mean()
+        loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        expected = expected or found
+        assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
+    assert session._is_replayed is not stops
+    if stops:
+        assert "may not be worth its time" in session.report().programs()
+
+
 def test_a_pass_that_fails_leaves_nothing_behind(twin: Twin) -> None:
     twin.settle(images())
 

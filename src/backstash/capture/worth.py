@@ -19,8 +19,10 @@ Note: [Sessions of no use]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
+
+from backstash.stash import seams
+from backstash.stash.accounts import Step
 
 SHARE = 50
 """A Session that lowers what a step saves by less than one in so many of its bytes is compared with an idle one."""
@@ -37,9 +39,22 @@ ROUNDS = 5
 clock = time.perf_counter
 
 
-def lowers_little(lowered_nbytes: int, saved_nbytes: int) -> bool:
-    """Whether so many bytes are less than one in SHARE of what a step saves."""
-    return SHARE * lowered_nbytes < saved_nbytes
+def lowers_little(step: Step) -> bool:
+    """Whether what a Session lowers, and what it may free early, is less than one in SHARE of what a step saves."""
+    saved, freed = step.saved_nbytes, step.freed_nbytes
+    return SHARE * freed < saved and SHARE * (freed + _early_nbytes(step)) < saved
+
+
+def _early_nbytes(step: Step) -> int:
+    """Bytes of the values of a step that backward may free earlier than it would without a Session, as they are."""
+    found = 0
+    for account in step.accounts:
+        readers = (account.facts, *(account.shared_by or ()))
+        each = (
+            seams.readers.frees_early(reader.op, reader.role, reader.spec, account.saved_nbytes) for reader in readers
+        )
+        found += account.stash_nbytes if any(each) else 0
+    return found
 
 
 class Worth:
@@ -98,18 +113,18 @@ class Worth:
             )
         return self.is_idle
 
-    def end_step(self, is_equal: bool, saved_nbytes: int, freed_nbytes: int, early_nbytes: Callable[[], int]) -> None:
+    def is_open(self, step: Step) -> bool:
+        """Whether such a step is to be compared with an idle one, or is being compared."""
+        return not self._is_compared and lowers_little(step)
+
+    def end_step(self, is_equal: bool, step: Step) -> None:
         """A step is over that was not idle.
 
         Args:
             is_equal: whether it has saved as many tensors and bytes as the step before.
-            saved_nbytes: bytes that plain PyTorch would hold of what it has saved.
-            freed_nbytes: bytes of these that the Session does not hold.
-            early_nbytes: returns bytes that it holds, and may free early.
+            step: its accounts.
         """
-        if not lowers_little(freed_nbytes, saved_nbytes) or not lowers_little(
-            freed_nbytes + early_nbytes(), saved_nbytes
-        ):
+        if not lowers_little(step):
             if self._is_comparing or self._is_compared:
                 self._needed = min(2 * self._needed, MOST_EQUAL_STEPS)
             self._begin_anew()
@@ -118,7 +133,7 @@ class Worth:
         elif self._is_compared:
             self.is_idle = bool(self.notice)
         else:
-            self._equal, self._lowered = self._equal + 1, freed_nbytes / saved_nbytes
+            self._equal, self._lowered = self._equal + 1, step.freed_nbytes / step.saved_nbytes
             self._is_comparing = self._equal >= self._needed
             self.is_idle = self._is_comparing  # in turns
 

@@ -47,7 +47,6 @@ from backstash.capture.forward import Forward
 from backstash.capture.learned import Passes
 from backstash.capture.names import scalar_of
 from backstash.capture.side_effects import inplace_position
-from backstash.capture.worth import lowers_little
 from backstash.codecs import base
 from backstash.codecs.base import Encoded
 from backstash.codecs.direct import MaskBits, Readable
@@ -258,8 +257,8 @@ class Replaying:
         session = self._session()
         assert session is not None
         learned = self._learned
-        if lowers_little(step.freed_nbytes, step.saved_nbytes):
-            recorder.refuse("it lowers little of what the pass saves")
+        if session._stops_if_useless and session._names.learned.worth.is_open(step):
+            recorder.refuse("it lowers little of what the pass saves, and may not be worth its time")
         if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
         try:
