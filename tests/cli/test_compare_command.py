@@ -333,7 +333,9 @@ def test_a_signal_that_ends_it_ends_the_script_as_well(tmp_path: Path, number: s
     folder = tmp_path / "temporary"
     folder.mkdir()
     code = f"""
+import signal
 from backstash.report.compare import Program, _run
+signal.signal(signal.{number}, signal.SIG_DFL)  # which nohup has the tests ignore
 _run(Program({str(script)!r}, ()), "plain", None, lambda line: print(line, flush=True))
 """
     command = [sys.executable, "-c", code]
