@@ -218,3 +218,23 @@ def test_it_never_takes_more_than_plain(step: str, layer: str, policy: str) -> N
     if policy not in LOSSY:
         assert not differences(plain, gradients)
     assert holds_nothing(session)
+
+
+def test_requires_grad_that_changes_after_a_call_is_for_all_hooks_as_it_was_at_the_call() -> None:
+    def of_weight(context: AbstractContextManager[object]) -> Tensor:
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm2d(4), torch.randn(2, 4, 6, 8).requires_grad_()
+        norm.weight.requires_grad_(False)
+        with context:
+            loss = norm(x).sin().mean()
+            norm.weight.requires_grad_(True)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (found,) = torch.autograd.grad(slope.square().sum(), norm.weight, allow_unused=True)
+        return torch.zeros(4) if found is None else found
+
+    def identity(x: Tensor) -> Tensor:
+        return x
+
+    with_hooks = of_weight(torch.autograd.graph.saved_tensors_hooks(identity, identity))
+    assert of_weight(Session("lossless", min_nbytes=0)).equal(with_hooks)
+    assert not of_weight(nullcontext()).equal(with_hooks), "torch's hooks have become like plain: say so in hazards.md"
