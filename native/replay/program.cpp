@@ -100,8 +100,7 @@ Tree tree_of(PyObject* object) {
     tree.call = read.number("call");
     tree.function = read.object("function");
     tree.as_called = read.object("as_called");
-    tree.is_all = !read.object("places").is_none();
-    if (tree.is_all) {
+    if (!read.object("places").is_none()) {
         const Reader call(tree.as_called.get());
         tree.places = read.numbers("places");
         tree.args = call.object("args");

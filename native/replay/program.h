@@ -99,9 +99,8 @@ struct Tree {
     std::vector<Given> given;
     std::vector<Tree> inner;
     Object function, as_called;  // what is called, and its Call
-    bool is_all = false;         // whether calling it is all that there is to do, with these arguments
-    std::vector<int> places;     // of its inputs among them
-    Object args, kwargs;
+    Object args, kwargs;         // with which it is called, where that is all that there is to do; else none
+    std::vector<int> places;     // of its inputs among the former
     Layout result;
     std::shared_ptr<const Affine> affine;  // how it is made in one pass; null where it is not
     std::shared_ptr<const OnePass> one_pass;

@@ -534,7 +534,8 @@ at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
         }
         if (PyList_Append(tensors.get(), wrapped(x).get()) != 0) throw python_error();
     }
-    if (tree.is_all && !at::autocast::is_autocast_enabled(tree.result.device.type())) return called(tree, tensors.get());
+    const bool is_all = !tree.args.is_none() && !at::autocast::is_autocast_enabled(tree.result.device.type());
+    if (is_all) return called(tree, tensors.get());
     const Object result = call(slot.session->repeat.get(), tree.as_called.get(), tree.function.get(), tensors.get(),
                                inputs.random_state.is_none() ? Py_None : inputs.random_state.get());
     return THPVariable_Unpack(result.get());

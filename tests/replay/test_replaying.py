@@ -23,6 +23,7 @@ from backstash.policies import Action, Keep, Policy, Stash
 from backstash.redeem import exclusive, table
 from backstash.remake.remaking import REPEAT
 from backstash.replay import recorder, replaying
+from backstash.replay.program import CallTree
 from backstash.saved import Need, SavedTensor
 from backstash.stash import seams
 from tests.networks import families
@@ -300,10 +301,18 @@ def test_what_was_changed_after_it_was_saved_is_an_error(twin: Twin) -> None:
         hook.remove()
 
 
-def test_what_is_made_again_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    repeat, off = replaying._CALLBACKS["repeat"], [0.0]
-    monkeypatch.setitem(replaying._CALLBACKS, "repeat", lambda *given: repeat(*given) + off[0])
-    monkeypatch.setattr(recorder, "_places", lambda call: None)  # Python repeats calls of all kinds
+@pytest.mark.parametrize("in_python", [False, True])
+def test_what_is_made_again_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch, in_python: bool) -> None:
+    off = [0.0]
+
+    def differing(number: int, function: Any, as_called: Any, places: Any, *rest: Any) -> CallTree:
+        def other(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) + off[0]
+
+        assert places is not None, "the interpreter may call it itself"
+        return CallTree(number, other, as_called, None if in_python else places, *rest)
+
+    monkeypatch.setattr(recorder, "CallTree", differing)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     session = Session("lossless", model=model, min_nbytes=0, stop_if_useless=False)
@@ -336,7 +345,14 @@ class Curve(nn.Module):
         return loss
 
 
-def test_autocast_in_backward_alone_changes_nothing_that_is_made_again() -> None:
+def test_autocast_in_backward_alone_changes_nothing_that_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat, repeated = replaying._CALLBACKS["repeat"], []
+
+    def counting(*given: Any) -> Any:
+        repeated.append(given)
+        return repeat(*given)
+
+    monkeypatch.setitem(replaying._CALLBACKS, "repeat", counting)
     torch.manual_seed(0)
     twin = Twin(Curve(), policies.lossless(recompute=True))
     x = torch.randn(64, 64)
@@ -346,10 +362,13 @@ def test_autocast_in_backward_alone_changes_nothing_that_is_made_again() -> None
         with torch.autocast("cpu", torch.bfloat16):
             loss.backward()
 
-    trees = [value.tree for value in twin.passes.script.values if value.tree is not None]
-    assert any(tree.places is not None for tree in trees)
+    repeated.clear()
+    twin.step(x)
+    of_lists = len(repeated)  # of torch.cat, which is given a list
     for _ in range(3):
+        repeated.clear()
         twin.step(x, backward)
+        assert len(repeated) > of_lists, "Python switches autocast off for each call"
     assert twin.session._is_replayed
 
 

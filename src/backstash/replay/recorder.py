@@ -605,7 +605,9 @@ class _Writer:
         function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
         one_pass = self._one_pass(recipe) if recipe.fused and affine is None else None
-        made_by = number, function, _alone(call), _places(call)
+        is_all = not call.needs_grad and call.autocast is None and not repeatable.may_draw(call.function)
+        places = made.pattern.places if is_all else None  # see repeating.repeat
+        made_by = number, function, _alone(call), places
         return CallTree(*made_by, tuple(given), tuple(inner), call.spec, call.name, affine, one_pass)
 
     def _one_pass(self, recipe: Recipe) -> OnePassTree | None:
@@ -742,14 +744,6 @@ def _is_shared(contents: Contents, x: Tensor) -> bool:
 def _alone(call: calls.Call) -> calls.Call:
     """A call that is made for its result: of what it saves inside nothing is wanted."""
     return replace(call.without_inputs(), group=None)
-
-
-def _places(call: calls.Call) -> tuple[int, ...] | None:
-    """Where among a call's arguments its inputs are, if repeating it is no more than calling its function."""
-    if call.needs_grad or call.autocast is not None or repeatable.may_draw(call.function):
-        return None
-    places = tuple([place for place, arg in enumerate(call.args) if arg is INPUT])
-    return places if len(places) == len(call.inputs) else None  # others are in a list, or have a name
 
 
 def _tensor_of(entry: _Entry) -> Any:

@@ -27,7 +27,7 @@ WORTHWHILE = 0.01
 """A share of all bytes that were saved. What would help by less is not suggested."""
 
 WORTH_A_LOOK = 16 << 10
-"""Bytes of small values, all together. Where they are fewer than a Session keeps of a single one, none is looked at."""
+"""Bytes of all small values together, from which on it is said that a Session could look at them."""
 
 _STEPS = 20
 """How many budgets there are to suggest from, as shares of the plain step's peak."""
