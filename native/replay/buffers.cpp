@@ -7,8 +7,8 @@
 namespace backstash::replay {
 namespace {
 
-constexpr int64_t LARGE = 1 << 20, HUGE_FROM = 4 << 20;  // as in buffers.py and ops/cpu/library.py
-constexpr int64_t WORK = 3;                              // as in live.py
+constexpr int64_t LARGE = 1 << 20;  // as in buffers.py
+constexpr int64_t WORK = 3;         // as in live.py
 
 }  // namespace
 
@@ -27,7 +27,7 @@ at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
     if (!layout.device.is_cpu() || nbytes < SMALLEST) return at::empty_strided(layout.sizes, layout.strides, options);
     if (is_planned) {
         at::Tensor memory = at::empty({nbytes}, at::kByte);
-        if (nbytes >= HUGE_FROM && kernels.advise_huge != nullptr) kernels.advise_huge(memory.data_ptr(), nbytes);
+        advise_huge(memory);
         at::Tensor made = at::empty({0}, options);
         made.set_(memory.storage(), 0, layout.sizes, layout.strides);
         return made;
@@ -42,7 +42,7 @@ at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
         clear();
         Buffer fresh;
         fresh.memory = at::empty({nbytes}, at::kByte);
-        if (nbytes >= HUGE_FROM && kernels.advise_huge != nullptr) kernels.advise_huge(fresh.memory.data_ptr(), nbytes);
+        advise_huge(fresh.memory);
         buffers_.push_back(std::move(fresh));
         best = &buffers_.back();
     }

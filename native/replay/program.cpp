@@ -184,6 +184,8 @@ Value value_of(PyObject* object) {
     value.mask = read.object("mask");
     value.ways = read.object("ways");
     value.is_bitmask = read.flag("is_bitmask");
+    value.is_zvc = read.flag("is_zvc");
+    value.least_saving = read.real("least_saving");
     value.has_view = read.flag("has_view");
     value.mask_test = read.number("mask_test");
     value.mask_element = read.number("mask_element");

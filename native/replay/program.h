@@ -142,7 +142,8 @@ struct Value {
     int mask_test, mask_element;
     double mask_lo, mask_hi;
     uint64_t if_set, if_clear;
-    bool is_bitmask;                   // which the kernels here encode and decode
+    bool is_bitmask, is_zvc;           // which the kernels here encode and decode
+    double least_saving;               // below which zvc declines
     bool has_view;                     // whether what is encoded may be read as a view of a plane
     bool is_moved() const { return program == Program::move; }
     Tree tree;

@@ -269,6 +269,18 @@ at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time
         const int threads = threads_for(numel * width);
         const WithoutGil running(numel * width);
         kernels.mask_decode(mask, to, numel, width, value.if_set, value.if_clear, threads);
+    } else if (value.is_zvc) {
+        const void *mask = slot.mask.const_data_ptr(), *offsets = slot.offsets.const_data_ptr();
+        const void* values = slot.values.const_data_ptr();
+        void* to = out.data_ptr();
+        const int64_t numel = out.numel(), stored = slot.values.numel();
+        const int width = static_cast<int>(out.itemsize()), threads = threads_for(numel * width);
+        int is_damaged = 0;
+        {
+            const WithoutGil running(numel * width);
+            is_damaged = kernels.zvc_decode(mask, offsets, values, stored, to, numel, width, threads);
+        }
+        if (is_damaged != 0) call(slot.session->damaged.get(), number_of(stored).get());
     } else {
         const Object planes = planes_in(slot);
         started = Clock::now();  // what was waited for is counted apart
@@ -547,7 +559,7 @@ void hold_again(const std::shared_ptr<Slot>& slot) {
     hold_made(*slot, {});
     session.buffers.part_with(whole);
     slot->encoded = Object();
-    slot->mask = slot->bits = at::Tensor();
+    slot->mask = slot->offsets = slot->values = slot->bits = at::Tensor();
     slot->sample.clear();
     slot->device_sample = slot->picked = at::Tensor();
     slot->state = State::held;

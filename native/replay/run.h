@@ -13,6 +13,7 @@ namespace backstash::replay {
 
 constexpr int64_t ELEMENTS = 64;       // of a sample, as in sample.py
 constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
+constexpr int64_t HUGE_FROM = 4 << 20;  // as in ops/cpu/library.py
 
 struct Slot;
 struct Session;
@@ -79,7 +80,7 @@ struct Slot : std::enable_shared_from_this<Slot> {
     int64_t guard_version = 0;
     int64_t held_nbytes = 0;
     Object encoded;                       // or a Form, whose planes are in another store
-    at::Tensor mask;
+    at::Tensor mask, offsets, values;     // the planes of a bitmask, or of zvc
     at::Tensor bits;                      // the mask of what was decoded, for those who read no more
     const Save* bits_of = nullptr;
     std::vector<std::shared_ptr<Slot>> leaves;             // by the number of their value
@@ -135,7 +136,7 @@ private:
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
     X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
     X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
-    X(check_reference) X(fetch) X(view) X(told)
+    X(check_reference) X(fetch) X(view) X(told) X(damaged)
 
 // Memory for samples on an accelerator, many in one allocation.
 struct Rows {
@@ -238,8 +239,17 @@ struct Kernels {
     int (*advise_huge)(void*, int64_t) = nullptr;
     void (*bitmask_encode)(const void*, int64_t, int, int, double, double, void*, int) = nullptr;
     void (*mask_decode)(const void*, void*, int64_t, int, uint64_t, uint64_t, int) = nullptr;
+    void (*look)(const void*, int, int64_t, int64_t, int64_t, int64_t*, int64_t*) = nullptr;
+    int64_t (*zvc_mark)(const void*, int64_t, int, void*, void*, int) = nullptr;
+    void (*zvc_gather)(const void*, int64_t, int, const void*, const void*, void*, int64_t, int) = nullptr;
+    int (*zvc_decode)(const void*, const void*, const void*, int64_t, void*, int64_t, int, int) = nullptr;
 };
 extern Kernels kernels;
+
+inline void advise_huge(const at::Tensor& fresh) {  // see ops/cpu/library.advise_huge
+    const auto nbytes = static_cast<int64_t>(fresh.nbytes());
+    if (nbytes >= HUGE_FROM && kernels.advise_huge != nullptr) kernels.advise_huge(fresh.data_ptr(), nbytes);
+}
 
 int64_t stream_of(const at::Tensor& x);                         // the current one's number, on its device
 at::Tensor sampled(const Slot& slot, const at::Tensor& whole);  // the elements that its sample is of

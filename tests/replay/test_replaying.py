@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import backstash as bs
 from backstash import Session, policies
 from backstash.capture import learned
-from backstash.codecs import Minifloat
-from backstash.errors import RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.codecs import Minifloat, Zvc
+from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.policies import Action, Keep, Policy, Stash
 from backstash.redeem import exclusive, table
 from backstash.remake.remaking import REPEAT
@@ -799,3 +799,51 @@ def test_it_is_said_why_nothing_is_replayed(policy: Any, options: dict[str, Any]
     twin = Twin(Block(), policy, **options)
     twin.step(images())
     assert twin.session.report().programs().startswith(f"nothing is replayed: {why}")
+
+
+class Sparse(nn.Module):
+    """Linear layers that read the results of relu, of which a share is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(96, 96) for _ in range(3)])
+        self.shift = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Some more of them are zero with a shift."""
+        for layer in self.layers:
+            x = layer(torch.relu(x - self.shift))
+        return x.square().mean()
+
+
+ONLY_ZVC = policies.Rules((("*", Stash((Zvc(),))),), otherwise=policies.get("keep"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [40, 400, 4000])
+def test_zvc_is_encoded_as_on_the_long_way(rows: int, dtype: torch.dtype) -> None:
+    """The same planes, whatever share of the numbers is zero; and none where a sample has too few zeros."""
+    torch.manual_seed(0)
+    model, x = Sparse().to(dtype), torch.randn(rows, 96, dtype=dtype)
+    replayed, reference = Twin(model, ONLY_ZVC, min_nbytes=0), Twin(_copy(model), ONLY_ZVC, min_nbytes=0)
+    reference.session._replaying = reference.session._forward.replaying = None
+    for _ in range(STEPS):
+        replayed.step(x)
+        reference.step(x)
+    assert replayed.session._is_replayed, replayed.passes.refusal
+    script = replayed.passes.script
+    assert script is not None and sum(value.is_zvc for value in script.values) == 3
+    for shift in (0.0, 0.5, 2.0, -0.5, -10.0):
+        found = []
+        for twin in (replayed, reference):
+            twin.change(lambda model, shift=shift: setattr(model, "shift", shift))  # type: ignore[misc]
+            twin.step(x)
+            found.append([(row.key, row.codec, row.stash_nbytes) for row in twin.session.report().rows])
+        assert replayed.session._is_replayed and found[0] == found[1]
+        alone = sum(taken is False for taken in replayed.session._replaying._native.counts())  # type: ignore[union-attr]
+        assert alone >= 3 if shift == -10.0 else alone < 3, "what is kept is looked at again in some passes"
+
+
+def test_planes_of_zvc_that_do_not_fit_together_are_an_error() -> None:
+    with pytest.raises(DamagedPlanesError, match=r"zvc_decode asked for the values .* \(7 values stored\)"):
+        replaying._damaged(7)

@@ -29,10 +29,10 @@ from backstash.codecs.base import (
 from backstash.codecs.blockquant.codec import BlockQuant
 from backstash.codecs.sample import sample
 from backstash.ops import bytes_for, zvc_chunks
+from backstash.ops.calling import ops
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 _PREFIX = "values."
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ class Signed:
     def encode(self, x: Tensor) -> Encoded:
         """Gathers the non-zeros, finds their signs, and encodes them. On CUDA the host waits."""
         spec = require_accepted(self, x)
-        mask, offsets, values = _ops.zvc_encode(flat(x))
+        mask, offsets, values = ops.zvc_encode(flat(x))
         low, high = _extremes(values)
         if not (low > 0 or high < 0) and bool((values == 0).any()):  # some are -0.0, which has a bit set
-            mask, offsets, values = _ops.zvc_encode(flat(x) + 0.0)
+            mask, offsets, values = ops.zvc_encode(flat(x) + 0.0)
             low, high = _extremes(values)
         planes = {"mask": mask, "offsets": offsets}
         gathers, nonzeros, negative = self._gathers(spec), values.numel(), int(high < 0)
         if nonzeros and not (low > 0 or high < 0):  # there are both signs, or NaNs
-            planes["positive"] = _ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
+            planes["positive"] = ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
             magnitudes = values.abs()
             low = torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
         planes["least"] = (low if low > 0 else -high).reshape(1)
@@ -143,14 +143,14 @@ class Signed:
         assert isinstance(values, BlockQuant)
         room = room_for(known.nonzeros, spec.numel)
         # A sum with 0.0 is 0.0 for -0.0, which has a bit set.
-        mask, offsets, gathered, count = _ops.zvc_encode_within(flat(x) + 0.0, room)
+        mask, offsets, gathered, count = ops.zvc_encode_within(flat(x) + 0.0, room)
         # Behind the last value stands it again, so that it does not change the range of its group.
         at = torch.arange(room, device=x.device).minimum((count - 1).clamp(min=0))
         gathered = gathered[at]
         low, high = _extremes(gathered)
         planes = {"mask": mask, "offsets": offsets}
         if known.has_both:
-            planes["positive"] = _ops.bitmask_encode(gathered, Test.GT.code, 0.0, 0.0)
+            planes["positive"] = ops.bitmask_encode(gathered, Test.GT.code, 0.0, 0.0)
             planes["least"] = gathered.abs().amin(0, keepdim=True)
         else:
             planes["least"] = (-high if known.negative else low).reshape(1)
@@ -211,7 +211,7 @@ class Signed:
         else:
             torch.maximum(values, least, out=values)
         if gathers:
-            _ops.zvc_decode(planes["mask"], planes["offsets"], values, flat(out))
+            ops.zvc_decode(planes["mask"], planes["offsets"], values, flat(out))
         else:
             torch.where(_unpacked(planes["mask"], values), values, values.new_zeros(()), out=flat(out))
         return out
@@ -243,7 +243,7 @@ def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
 def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
     """The bits as a bool per element of ``values``."""
     out = torch.empty(values.numel(), dtype=torch.bool, device=values.device)
-    _ops.bitmask_decode(bits, out, 1.0, 0.0)
+    ops.bitmask_decode(bits, out, 1.0, 0.0)
     return out
 
 

@@ -37,17 +37,20 @@ def kernel(
 
     def add(reference: Function) -> Function:
         name, package = reference.__name__, reference.__module__.rpartition(".")[0]
-        TABLE[name] = row = Kernel(name, package, reference, schema, fake, check or check_flat, without or {}, fallback)
+        TABLE[name] = Kernel(name, package, reference, schema, fake, check or check_flat, without or {}, fallback)
         if schema is not None:
             LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
             torch.library.register_fake(f"backstash::{name}", fake, lib=LIBRARY)
-            LIBRARY.impl(name, _op(row), "CompositeExplicitAutograd")  # for every kind of device
+            LIBRARY.impl(name, behind(name), "CompositeExplicitAutograd")  # for every kind of device
         return reference
 
     return add
 
 
-def _op(row: Kernel) -> Any:
+def behind(name: str) -> Callable[..., Any]:
+    """Returns the function behind the op of that name: it checks arguments, and calls what serves their device."""
+    row = TABLE[name]
+
     def call(*args: Any) -> Any:
         row.check(row.name, args)
         try:

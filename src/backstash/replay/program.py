@@ -237,7 +237,8 @@ class ValueProgram:
         key: under which it is reported.
         codec, mask, ways: of a value that is encoded.
         has_view: whether what is encoded may be read as a view of a plane.
-        is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the kernels in C++ make.
+        is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the interpreter makes.
+        is_zvc, least_saving: of planes of zvc that it makes, and the share below which that declines.
         tree: of a value that is made again.
         text: what a report says of that: the codec, the recipe, or why it is held.
         delay, held, gone, settled: as in stash/place.py.
@@ -264,6 +265,8 @@ class ValueProgram:
     ways: Any = None
     has_view: bool = False
     is_bitmask: bool = False
+    is_zvc: bool = False
+    least_saving: float = 0.0
     mask_test: int = 0
     mask_element: int = 0
     mask_lo: float = 0.0

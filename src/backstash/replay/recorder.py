@@ -18,6 +18,7 @@ from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.narrow.codec import Narrow
 from backstash.codecs.raw import Raw
+from backstash.codecs.zvc.codec import Zvc
 from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
@@ -563,6 +564,9 @@ class _Writer:
             else:
                 value.if_set = scalar_bits(test.if_set, math.copysign(1.0, test.if_set), dtype)
                 value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
+        is_told = self._policy.observes_changes and not self._policy.is_fixed  # of other bytes than before
+        if type(codec) is Zvc and codec.values is None and is_here and not is_told:
+            value.is_zvc, value.least_saving = True, codec.min_saving
 
     def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
         if stored.state.form is not None or recipe.from_statistics:

@@ -52,7 +52,13 @@ from backstash.codecs.base import Encoded
 from backstash.codecs.direct import MaskBits, Readable
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.shape import stand_in
-from backstash.errors import CodecRefusedError, RecomputedDifferentlyError, SavedTensorModifiedError
+from backstash.codecs.zvc.reference import zvc_damage
+from backstash.errors import (
+    CodecRefusedError,
+    DamagedPlanesError,
+    RecomputedDifferentlyError,
+    SavedTensorModifiedError,
+)
 from backstash.numerics import under
 from backstash.ops.bits import bits_of
 from backstash.ops.cpu import library
@@ -586,6 +592,10 @@ def _decode(ways: Ways, encoded: Encoded, out: Tensor) -> None:
     ways.codec.decode(encoded, out)
 
 
+def _damaged(stored: int) -> None:
+    raise DamagedPlanesError(zvc_damage(stored))
+
+
 def _view(ways: Ways, encoded: Encoded) -> Tensor:
     view = base.view(ways.codec)
     assert view is not None
@@ -656,6 +666,7 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "stand_in": stand_in,
     "check_reference": lambda x, version: calls.Held(x, version, True).get(),
     "decode": _decode,
+    "damaged": _damaged,
     "view": _view,
     "planes_nbytes": lambda stored: stored.ticket.nbytes if type(stored) is Form else stored.nbytes,
     "encode_bits": _encode_bits,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from backstash.codecs.base import (
@@ -21,12 +20,12 @@ from backstash.codecs.base import (
     taken,
 )
 from backstash.ops import bytes_for, groups
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 4, 8)
 GROUP_SIZES = tuple(2**power for power in range(4, 13))
 ROUNDINGS = ("stochastic", "nearest")
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class BlockQuant:
         """As ``encode``, without the wait."""
         spec = require_accepted(self, x)
         stochastic = self.rounding == "stochastic"
-        codes, ranges, refused = _ops.blockquant_encode(flat(x), self.bits, self.group_size, stochastic, self.seed)
+        codes, ranges, refused = ops.blockquant_encode(flat(x), self.bits, self.group_size, stochastic, self.seed)
         encoded = Encoded(self.id, spec, {"codes": codes, "ranges": ranges})
         return Draft(encoded, refused, lambda numbers: taken(_refusal(spec, numbers[0])))
 
@@ -125,7 +124,7 @@ class BlockQuant:
         planes = encoded.planes
         check_planes(encoded, self.sizes(encoded.spec))
         out = like(encoded.spec, out)
-        _ops.blockquant_decode(planes["codes"], planes["ranges"], self.bits, self.group_size, flat(out))
+        ops.blockquant_decode(planes["codes"], planes["ranges"], self.bits, self.group_size, flat(out))
         return out
 
     def sizes(self, spec: TensorSpec) -> dict[str, int]:

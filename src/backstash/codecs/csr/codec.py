@@ -24,6 +24,7 @@ from backstash.codecs.csr.reference import CSR_ROW, csr_rows
 from backstash.codecs.sparse import Sparse
 from backstash.errors import DamagedPlanesError
 from backstash.ops import ZVC_CHUNK
+from backstash.ops.calling import ops
 from backstash.saved import TensorSpec
 
 MAX_NUMEL = 2**31 - 1
@@ -31,8 +32,6 @@ MAX_NUMEL = 2**31 - 1
 
 _CROSSING = 1 / 8 + 8 / ZVC_CHUNK - 4 / CSR_ROW
 """The share of non-zeros below which csr is smaller than zvc: a byte each and a pointer a row, or a bit per element."""
-
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -81,18 +80,18 @@ class Csr(Sparse):
     def encode(self, x: Tensor) -> Encoded:
         """Counts in one pass over ``x`` and gathers in another; ``values`` then reads what was gathered."""
         spec = require_accepted(self, x)
-        columns, rows, values = _ops.csr_encode(flat(x))
+        columns, rows, values = ops.csr_encode(flat(x))
         if self.values is not None:
-            values = _ops.minifloat_encode(values, self.values.format, True)
+            values = ops.minifloat_encode(values, self.values.format, True)
         return Encoded(self.id, spec, {"columns": columns, "rows": rows, "values": values})
 
     def draft(self, x: Tensor, known: int) -> Draft:
         """As ``encode``, with room for some more values than the ``known`` number of them."""
         spec = require_accepted(self, x)
         room = room_for(known, spec.numel)
-        columns, rows, values, count = _ops.csr_encode_within(flat(x), room)
+        columns, rows, values, count = ops.csr_encode_within(flat(x), room)
         if self.values is not None:
-            values = _ops.minifloat_encode(values, self.values.format, True)
+            values = ops.minifloat_encode(values, self.values.format, True)
         encoded = Encoded(self.id, spec, {"columns": columns, "rows": rows, "values": values})
         return Draft(encoded, count, partial(self._judge, room))
 
@@ -122,8 +121,8 @@ class Csr(Sparse):
         out = like(encoded.spec, out)
         if form is not None:
             reduced, values = values, out.new_empty(stored)
-            _ops.minifloat_decode(reduced, form.format, values)
-        _ops.csr_decode(columns, rows, values, flat(out))
+            ops.minifloat_decode(reduced, form.format, values)
+        ops.csr_decode(columns, rows, values, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

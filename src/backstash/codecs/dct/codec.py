@@ -12,6 +12,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.codecs.dct.reference import dct_blocks
 from backstash.errors import CodecRefusedError
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
 
 _LOW = 3  # of the 8 frequencies in each direction
@@ -22,7 +23,6 @@ TABLES = {
 """For each table, by name, the power of two by which each coefficient is divided."""
 
 MAX_SHIFT = 7
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Dct:
     def encode(self, x: Tensor) -> Encoded:
         """Transforms every block. The host waits to know whether all is finite and how many codes are not zero."""
         spec = require_accepted(self, x)
-        *planes, strange = _ops.dct_encode(flat(x), *_sizes(spec), self._shifts)
+        *planes, strange = ops.dct_encode(flat(x), *_sizes(spec), self._shifts)
         if int(strange):
             raise CodecRefusedError(
                 f"codec 'dct' was asked to encode {spec}, got {int(strange)} infinite or NaN elements, which spoil "
@@ -113,7 +113,7 @@ class Dct:
         expected = {"mask": 8 * blocks, "offsets": -(-blocks // 64), "scales": sizes[0] * sizes[3]}
         check_planes(encoded, expected)
         out = like(encoded.spec, out)
-        _ops.dct_decode(
+        ops.dct_decode(
             *(planes[name] for name in ("mask", "offsets", "values", "scales")), *sizes, self._shifts, flat(out)
         )
         return out

@@ -27,9 +27,8 @@ from backstash.codecs.base import (
 from backstash.codecs.exponents.reference import EXPONENTS_BLOCK, EXPONENTS_LANES, exponents_blocks
 from backstash.codecs.sample import sample
 from backstash.ops import bytes_for, zvc_chunks
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
-
-_ops = torch.ops.backstash
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Element types that have an exponent of 8 bits, of which few different ones are near each other."""
@@ -113,7 +112,7 @@ class Exponents:
             blocks = looked.new_zeros(elements // RUN, rows, EXPONENTS_LANES)
             blocks[:, :, : RUN // rows] = looked.view(-1, rows, RUN // rows)
             looked = blocks.view(-1)
-        escapes = _ops.exponents_encode(looked, self.bits)[-1].numel() / elements
+        escapes = ops.exponents_encode(looked, self.bits)[-1].numel() / elements
         saving = (8 - self._bits_per_exponent(escapes)) / (8 * looked.element_size())
         return None if saving >= self.min_saving else f"{escapes:.0%} of a sample is out of its window of exponents"
 
@@ -128,13 +127,13 @@ class Exponents:
         the others are looked for in another pass.
         """
         spec = require_accepted(self, x)
-        return self._encoded(spec, _ops.exponents_encode(flat(x), self.bits))
+        return self._encoded(spec, ops.exponents_encode(flat(x), self.bits))
 
     def draft(self, x: Tensor, known: int) -> Draft:
         """As ``encode``, with room for some more escapes than the ``known`` number of them."""
         spec = require_accepted(self, x)
         room = room_for(known, spec.numel)
-        *planes, count = _ops.exponents_encode_within(flat(x), self.bits, room)
+        *planes, count = ops.exponents_encode_within(flat(x), self.bits, room)
         return Draft(self._encoded(spec, planes), count, partial(self._judge, room))
 
     def _judge(self, room: int, numbers: list[int]) -> Judged:
@@ -164,7 +163,7 @@ class Exponents:
         }
         check_planes(encoded, sizes)
         out = like(spec, out)
-        _ops.exponents_decode(*(planes[name] for name in PLANES), bits, flat(out))
+        ops.exponents_decode(*(planes[name] for name in PLANES), bits, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -27,10 +27,10 @@ from backstash.codecs.base import (
 from backstash.codecs.direct import Direct, Slopes
 from backstash.codecs.fewbit.table import TABLE
 from backstash.ops import bytes_for
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 3, 4)
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class FewBit:
     def draft(self, x: Tensor, known: object = True) -> Draft:
         """As ``encode``, without a wait to know whether all is finite."""
         spec = require_accepted(self, x)
-        packed, nonfinite = _ops.fewbit_encode(flat(x), list(TABLE[self.function, self.bits][0]), self.bits)
+        packed, nonfinite = ops.fewbit_encode(flat(x), list(TABLE[self.function, self.bits][0]), self.bits)
         encoded = Encoded(self.id, spec, {"packed": packed})
         return Draft(encoded, nonfinite, lambda numbers: taken(self._refusal(spec, numbers[0])))
 
@@ -204,7 +204,7 @@ class FewBit:
         """
         check_planes(encoded, {"packed": bytes_for(encoded.spec.numel, self.bits)})
         out = like(encoded.spec, out)
-        _ops.fewbit_decode(encoded.planes["packed"], list(TABLE[self.function, self.bits][1]), self.bits, flat(out))
+        ops.fewbit_decode(encoded.planes["packed"], list(TABLE[self.function, self.bits][1]), self.bits, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -28,9 +28,9 @@ from backstash.codecs.direct import Direct, Factors, MaskBits, Slopes
 from backstash.codecs.sample import look, sample
 from backstash.errors import CodecRefusedError
 from backstash.ops import bits_of, bytes_for
+from backstash.ops.calling import ops
 from backstash.saved import Mask, Need, TensorSpec, Test
 
-_ops = torch.ops.backstash
 _RELU = Mask(Test.NOT_LE)
 
 
@@ -109,7 +109,7 @@ class Bitmask:
 
     def _nan(self, x: Tensor) -> Tensor:
         """A bit for each element that is NaN, packed."""
-        found: Tensor = _ops.bitmask_encode(flat(x), Test.NOT_LE.code, float("inf"), 0.0)
+        found: Tensor = ops.bitmask_encode(flat(x), Test.NOT_LE.code, float("inf"), 0.0)
         return found
 
     def _with(self, encoded: Encoded, nan: Tensor) -> Encoded:
@@ -119,11 +119,11 @@ class Bitmask:
         """All planes but that of NaN."""
         spec = require_accepted(self, x)
         test = self.mask
-        planes = {"mask": _ops.bitmask_encode(flat(x), test.test.code, test.lo, test.hi)}
+        planes = {"mask": ops.bitmask_encode(flat(x), test.test.code, test.lo, test.hi)}
         if test.ternary:
             info = torch.finfo(x.dtype)
             below_zero = -info.smallest_normal * info.eps  # the negative number next to zero
-            planes["negative"] = _ops.bitmask_encode(flat(x), Test.CLOSED.code, float("-inf"), below_zero)
+            planes["negative"] = ops.bitmask_encode(flat(x), Test.CLOSED.code, float("-inf"), below_zero)
         return Encoded(self.id, spec, planes)
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
@@ -137,17 +137,17 @@ class Bitmask:
         check_planes(encoded, dict.fromkeys(encoded.planes, bytes_for(encoded.spec.numel, 1)))
         out = like(encoded.spec, out, None if self.mask.ternary else torch.bool)
         if self.mask.ternary:
-            _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
+            ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
             negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-            _ops.bitmask_decode(encoded.planes["negative"], negative, 1.0, 0.0)
+            ops.bitmask_decode(encoded.planes["negative"], negative, 1.0, 0.0)
             flat(out).masked_fill_(negative, -1.0)
         elif out.dtype == torch.bool:
-            _ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
+            ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
         else:
-            _ops.bitmask_decode(encoded.planes["mask"], flat(out), self.mask.if_set, self.mask.if_clear)
+            ops.bitmask_decode(encoded.planes["mask"], flat(out), self.mask.if_set, self.mask.if_clear)
         if "nan" in encoded.planes and out.dtype != torch.bool:
             nan = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-            _ops.bitmask_decode(encoded.planes["nan"], nan, 1.0, 0.0)
+            ops.bitmask_decode(encoded.planes["nan"], nan, 1.0, 0.0)
             flat(out).masked_fill_(nan, float("nan"))
         return out
 
@@ -209,7 +209,7 @@ class Binary:
         """
         spec = require_accepted(self, x)
         pair = _first_two(sample(flat(x)))
-        mask, mismatches = _ops.binary_encode(flat(x), pair)
+        mask, mismatches = ops.binary_encode(flat(x), pair)
         if int(mismatches):
             raise CodecRefusedError(
                 f"codec 'binary' was asked to encode {spec} with two different values, got {int(mismatches)} elements "
@@ -221,7 +221,7 @@ class Binary:
         """Returns every bit of the original."""
         check_planes(encoded, {"mask": bytes_for(encoded.spec.numel, 1), "pair": 2})
         out = like(encoded.spec, out)
-        _ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
+        ops.binary_decode(encoded.planes["mask"], encoded.planes["pair"], flat(out))
         return out
 
     def direct(self, form: type[Direct]) -> ReadPlanes | None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.codecs.minifloat.formats import FORMATS, LEAST_SCALE, SCALED, Format
 from backstash.ops import groups
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
 
 GROUP_SIZE = 256
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,9 @@ class Minifloat:
         """Rounds each element."""
         spec = require_accepted(self, x)
         if self.group_size:
-            codes, scales = _ops.minifloat_scaled_encode(flat(x), self.format, self.group_size)
+            codes, scales = ops.minifloat_scaled_encode(flat(x), self.format, self.group_size)
             return Encoded(self.id, spec, {"codes": codes, "scales": scales})
-        return Encoded(self.id, spec, {"codes": _ops.minifloat_encode(flat(x), self.format, False)})
+        return Encoded(self.id, spec, {"codes": ops.minifloat_encode(flat(x), self.format, False)})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """The rounded numbers, exactly, in the original dtype.
@@ -143,9 +142,9 @@ class Minifloat:
         check_planes(encoded, expected)
         out = like(encoded.spec, out)
         if self.group_size:
-            _ops.minifloat_scaled_decode(planes["codes"], planes["scales"], self.format, self.group_size, flat(out))
+            ops.minifloat_scaled_decode(planes["codes"], planes["scales"], self.format, self.group_size, flat(out))
         else:
-            _ops.minifloat_decode(planes["codes"], self.format, flat(out))
+            ops.minifloat_decode(planes["codes"], self.format, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

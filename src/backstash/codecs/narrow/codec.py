@@ -29,11 +29,11 @@ from backstash.codecs.direct import Direct, Geometry, MaskBits, WindowOffsets
 from backstash.codecs.narrow.windows.reference import window_bits
 from backstash.errors import CodecRefusedError
 from backstash.ops import bytes_for
+from backstash.ops.calling import ops
 from backstash.saved import Need, PoolWindow, TensorSpec
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 MAX_BITS = 32
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class Narrow:
         """As ``encode``, without a wait: with the ``known`` range of integers, or positions that may be none."""
         spec = require_accepted(self, x)
         if self.window is not None:
-            packed, outside = _ops.window_encode(flat(x), *self.geometry(spec))
+            packed, outside = ops.window_encode(flat(x), *self.geometry(spec))
             encoded = Encoded(self.id, spec, {"packed": packed}, {"bits": window_bits(self.window.kernel)})
             return Draft(encoded, outside, lambda numbers: taken(self._refusal(spec, numbers[0])))
         bits, base = known
         return Draft(self._packed(x, spec, bits, base), torch.stack(flat(x).aminmax()), partial(_judge, bits, base))
 
     def _packed(self, x: Tensor, spec: TensorSpec, bits: int, base: int) -> Encoded:
-        packed = _ops.narrow_encode(flat(x), bits, base)
+        packed = ops.narrow_encode(flat(x), bits, base)
         return Encoded(self.id, spec, {"packed": packed}, {"bits": bits, "base": base})
 
     def known(self, encoded: Encoded) -> Any:
@@ -130,9 +130,9 @@ class Narrow:
         check_planes(encoded, {"packed": bytes_for(encoded.spec.numel, bits)})
         out = like(encoded.spec, out)
         if self.window is None:
-            _ops.narrow_decode(packed, bits, encoded.meta["base"], flat(out))
+            ops.narrow_decode(packed, bits, encoded.meta["base"], flat(out))
         else:
-            _ops.window_decode(packed, *self.geometry(encoded.spec), flat(out))
+            ops.window_decode(packed, *self.geometry(encoded.spec), flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

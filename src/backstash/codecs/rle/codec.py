@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from backstash.codecs.base import EXACT, FLOATS, Encoded, check_planes, flat, like, refuses_layout, require_accepted
 from backstash.codecs.sample import sample
 from backstash.ops import bits_of, zvc_chunks
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
-
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Rle:
     def encode(self, x: Tensor) -> Encoded:
         """Makes the passes that zvc makes, and one over its mask."""
         spec = require_accepted(self, x)
-        tokens, starts, values = _ops.rle_encode(flat(x))
+        tokens, starts, values = ops.rle_encode(flat(x))
         return Encoded(self.id, spec, {"tokens": tokens, "starts": starts, "values": values})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
@@ -85,7 +83,7 @@ class Rle:
         planes, numel = encoded.planes, encoded.spec.numel
         check_planes(encoded, {"starts": 2 * zvc_chunks(numel)})
         out = like(encoded.spec, out)
-        _ops.rle_decode(planes["tokens"], planes["starts"], planes["values"], flat(out))
+        ops.rle_decode(planes["tokens"], planes["starts"], planes["values"], flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -29,10 +29,10 @@ from backstash.codecs.numbers import deferred_to
 from backstash.codecs.sample import sample
 from backstash.codecs.sz import coding as sz
 from backstash.codecs.sz.reference import sz_damage
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
 
 _MAX = sys.float_info.max
-_ops = torch.ops.backstash
 
 
 class KeptModel:
@@ -228,7 +228,7 @@ class Sz:
             room_for(stored, spec.numel),
         ]
         parameters = model.base, model.low, model.axes
-        *planes, numbers = _ops.sz_encode_within(x, table, model.step, error, *parameters, blocks, rooms, self._offset)
+        *planes, numbers = ops.sz_encode_within(x, table, model.step, error, *parameters, blocks, rooms, self._offset)
         stream, index, places, values = planes
         named = {"stream": stream, "table": table, "index": index, "places": places, "values": values}
         encoded = Encoded(self.id, spec, named, {"step": model.step, "parameters": parameters})
@@ -262,7 +262,7 @@ class Sz:
     def _encode(self, x: Tensor, spec: TensorSpec, blocks: list[int], model: sz.CodeModel, error: float) -> Encoded:
         table = torch.from_numpy(model.table).to(x.device)
         parameters = model.base, model.low, model.axes
-        stream, index, places, values = _ops.sz_encode(x, table, model.step, error, *parameters, blocks, self._offset)
+        stream, index, places, values = ops.sz_encode(x, table, model.step, error, *parameters, blocks, self._offset)
         planes = {"stream": stream, "table": table, "index": index, "places": places, "values": values}
         return Encoded(self.id, spec, planes, {"step": model.step, "parameters": parameters})
 
@@ -280,9 +280,9 @@ class Sz:
         arguments = *planes, step, *parameters, _blocks(encoded.spec), flat(out), self._offset  # type: ignore[misc]
         later = None if out.is_cpu else deferred_to()
         if later is None:
-            _ops.sz_decode(*arguments)
+            ops.sz_decode(*arguments)
         else:
-            later(_ops.sz_decode_flagged(*arguments), sz_damage())
+            later(ops.sz_decode_flagged(*arguments), sz_damage())
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
@@ -299,7 +299,7 @@ class Sz:
         """How the elements of the flat tensor ``x`` are coded, and the largest error."""
         error, only = self.error, 1.0
         if self.mode == "rel":
-            low, only = _ops.sz_range(x).tolist()
+            low, only = ops.sz_range(x).tolist()
             error = min(error * (only - low), _MAX)
         # Elements that are all the same are one step from zero. A float32 as the step is what decoders are fast with.
         steps = [sz.single(min(2 * error, _MAX) or abs(only) or 1.0)]
@@ -316,7 +316,7 @@ def _surveyed(x: Tensor, step: float, error: float, blocks: list[int], offset: f
     """The best model with this step: with as many low bits left out as pays."""
     best: sz.CodeModel | None = None
     for low in range(0, sz.MAX_LOW + 1, 2):
-        counts = _ops.sz_survey(x, step, error, low, blocks, offset).cpu().numpy().reshape(-1, sz.BINS)
+        counts = ops.sz_survey(x, step, error, low, blocks, offset).cpu().numpy().reshape(-1, sz.BINS)
         model = sz.model(counts.astype(np.int64, copy=False), step, low, 8 * x.element_size())
         if best is not None and model.bits > best.bits:  # the same, where all are escapes
             break

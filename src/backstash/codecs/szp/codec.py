@@ -27,10 +27,10 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.szp.reference import SZP_BLOCK
 from backstash.ops import ZVC_CHUNK, bytes_for, zvc_chunks
+from backstash.ops.calling import ops
 from backstash.saved import Mask, Need, TensorSpec
 
 MODES = ("abs", "rel")
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Szp:
         """Two passes over ``x``: one finds the sizes, one writes; before them one for the range, in mode ``"rel"``."""
         spec = require_accepted(self, x)
         grid = self.grid(flat(x))
-        mask, offsets, words = _ops.szp_encode(flat(x), grid)
+        mask, offsets, words = ops.szp_encode(flat(x), grid)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "words": words, "step": grid[1:2].clone()})
 
     def draft(self, x: Tensor, known: tuple[int, float]) -> Draft:
@@ -127,7 +127,7 @@ class Szp:
         more = max(0.0, math.log2(error / self.error)) * spec.numel / SZP_BLOCK
         room = room_for(before + math.ceil(more), self._most_words(spec))
         grid = self.grid(flat(x))
-        mask, offsets, words, count = _ops.szp_encode_within(flat(x), grid, room)
+        mask, offsets, words, count = ops.szp_encode_within(flat(x), grid, room)
         planes = {"mask": mask, "offsets": offsets, "words": words, "step": grid[1:2].clone()}
         return Draft(Encoded(self.id, spec, planes), count, partial(self._judge, room))
 
@@ -149,7 +149,7 @@ class Szp:
         expected = {"mask": bytes_for(numel, 1), "offsets": zvc_chunks(numel), "step": 1}
         check_planes(encoded, expected)
         out = like(encoded.spec, out)
-        _ops.szp_decode(planes["mask"], planes["offsets"], planes["words"], planes["step"], flat(out))
+        ops.szp_decode(planes["mask"], planes["offsets"], planes["words"], planes["step"], flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
@@ -167,7 +167,7 @@ class Szp:
     def grid(self, x: Tensor) -> Tensor:
         """The inverse of the step, the step and the largest difference, float32 [3], for ``x`` [n]; without a wait."""
         if self.mode == "rel":
-            low, high = _ops.szp_range(x).double().unbind()
+            low, high = ops.szp_range(x).double().unbind()
             return _grid(self.error * (high - low), x.dtype)
         if x.device.type == "cpu":
             return torch.tensor(_numbers(self.error, x.dtype), dtype=torch.float32, device="cpu")

@@ -26,10 +26,10 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.exponents import Exponents
 from backstash.codecs.sample import sample
+from backstash.ops.calling import ops
 from backstash.saved import Need, TensorSpec
 
 _PREFIX = "values."
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Upcast:
 
     def _numbers(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The bfloat16 numbers of a row, and how many elements cannot be stored as such, int64 [1]."""
-        upper, others = _ops.upcast_encode(x)
+        upper, others = ops.upcast_encode(x)
         return upper, others
 
     def draft(self, x: Tensor, known: int | None) -> Draft:

@@ -23,9 +23,8 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.sparse import Sparse
 from backstash.ops import bytes_for, zvc_chunks
+from backstash.ops.calling import ops
 from backstash.saved import TensorSpec
-
-_ops = torch.ops.backstash
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ class Zvc(Sparse):
         """
         spec = require_accepted(self, x)
         if self.values is None:
-            mask, offsets, values = _ops.zvc_encode(flat(x))
+            mask, offsets, values = ops.zvc_encode(flat(x))
         else:
-            mask, offsets, values = _ops.zvc_minifloat_encode(flat(x), self.values.format)
+            mask, offsets, values = ops.zvc_minifloat_encode(flat(x), self.values.format)
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values})
 
     def draft(self, x: Tensor, known: int) -> Draft:
@@ -82,9 +81,9 @@ class Zvc(Sparse):
         spec = require_accepted(self, x)
         room = room_for(known, spec.numel)
         if self.values is None:
-            mask, offsets, values, count = _ops.zvc_encode_within(flat(x), room)
+            mask, offsets, values, count = ops.zvc_encode_within(flat(x), room)
         else:
-            mask, offsets, values, count = _ops.zvc_minifloat_encode_within(flat(x), self.values.format, room)
+            mask, offsets, values, count = ops.zvc_minifloat_encode_within(flat(x), self.values.format, room)
         encoded = Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values})
         return Draft(encoded, count, partial(self._judge, room))
 
@@ -108,11 +107,9 @@ class Zvc(Sparse):
         check_planes(encoded, {"mask": bytes_for(numel, 1), "offsets": zvc_chunks(numel)})
         out = like(encoded.spec, out)
         if self.values is None:
-            _ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], flat(out))
+            ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], flat(out))
         else:
-            _ops.zvc_minifloat_decode(
-                planes["mask"], planes["offsets"], planes["values"], self.values.format, flat(out)
-            )
+            ops.zvc_minifloat_decode(planes["mask"], planes["offsets"], planes["values"], self.values.format, flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:

@@ -2,12 +2,12 @@
 
 1. Of the first kind two steps are kept as they are. What is proven on first use is proven, and it is seen how many
    backward passes make a step (cycles.py).
-2. Three steps run as in plain PyTorch, without any hooks, and are timed.
+2. Two steps run as in plain PyTorch, without any hooks, and are timed.
 3. In one step, or in some where there is more to try, every choice is tried on the values (survey.py), and the next
    one is recorded. If codecs with an error are allowed, one more step measures what they do to the gradients
    (probing.py). From then on there is a plan.
-4. One step under the plan proves its recipes, and one is counted. If its peak is above the budget, the next plan leaves
-   more room, and so on.
+4. One step under the plan proves its recipes, while the profiler runs already, and the next one is counted. If its peak
+   is above the budget, the next plan leaves more room, and so on.
 5. Some more steps are timed.
 
 Note: [bounded shares]
@@ -82,7 +82,7 @@ Awaited = Literal["cycle", "safe"]
 TIMED_STEPS, FINALLY_TIMED = 20, 8
 """How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted."""
 
-PLAIN_STEPS = 3
+PLAIN_STEPS = 2
 """How many plain steps are timed."""
 
 SHARE, SHARE_OF_PLAIN, LEAST = 1.0, 2.0, 0.004
@@ -791,13 +791,8 @@ class Course:
     def _count(self) -> Generator[Awaited, None, bool]:
         """Proves the recipes of a plan in one step, and counts the peak of another. Returns whether it was counted."""
         bucket = self._bucket
-        for _ in range(MOST_RECORDED):
-            for _ in range(self._owner.period or 1):
-                yield "cycle"
-            if self._owner.last is bucket:
-                break
         lines: list[list[Event]] = []
-        yield from self._record(Births, lines)
+        yield from self._record(Births, lines, proves=True)
         self._times = []
         if lines:
             line = yield from self._read(lines[0])
@@ -837,6 +832,7 @@ class Course:
         is_any: bool = False,
         prepare: Callable[[], None] = lambda: None,
         wait: Callable[[], None] | None = None,
+        proves: bool = False,
     ) -> Waiting:
         """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins]).
 
@@ -847,10 +843,11 @@ class Course:
             prepare: is called before it.
             wait: is called after the recorded step. Where shares are bounded, another step runs then, because the end
                 of the profiler takes as long as some small steps.
+            proves: whether a step of this bucket has to come before it, in which what is proven on first use is proven.
         """
         while True:
             prepare()
-            yield from self._record_once(watcher, lines, is_any, wait)
+            yield from self._record_once(watcher, lines, is_any, wait, proves)
             if lines or not self._owner.recording.gave_way:
                 return
             self._owner.recording.gave_way = False
@@ -862,6 +859,7 @@ class Course:
         lines: list[list[Event]],
         is_any: bool,
         wait: Callable[[], None] | None,
+        proves: bool,
     ) -> Waiting:
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
@@ -875,8 +873,11 @@ class Course:
                 yield "cycle"
             elif not recording.start():
                 yield "cycle"  # another profiler runs
-        for _ in range(period):
-            yield "cycle"
+        for _ in range(MOST_RECORDED):
+            for _ in range(period):
+                yield "cycle"
+            if owner.last is self._bucket or not proves:
+                break
         while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
             yield "cycle"
         alone = tried = others = 0
