@@ -29,7 +29,7 @@ from backstash.codecs.base import (
 from backstash.codecs.blockquant.codec import BlockQuant
 from backstash.codecs.sample import sample
 from backstash.ops import bytes_for, zvc_chunks
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 _PREFIX = "values."

@@ -1,4 +1,11 @@
-"""The decorator that adds a kernel to the table, and to ``torch.ops`` as an op that calls whatever serves a device."""
+"""The decorator that adds a kernel to the table, and to ``torch.ops`` as an op that calls whatever serves a device.
+
+Note: [operations that are heard]
+    An operation that is written in Python takes torch's dispatcher 10 us and more, which is as long as many a kernel.
+    What the dispatcher adds are fakes for a tensor without data, a node in a graph that is being traced, and a line in
+    a profile. So where codecs call a kernel (``ops``) and there is none of these, the function behind the op is called,
+    with the same checks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,13 @@ from torch import Tensor
 
 from backstash.ops.backends import serving
 from backstash.ops.table import TABLE, Kernel, check_flat
+from backstash.torch_internals import (
+    count_dispatch_modes,
+    functorch_level,
+    is_dynamo_compiling,
+    is_jit_tracing,
+    profiler_runs,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,3 +77,32 @@ def behind(name: str) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def _is_heard(x: Tensor) -> bool:
+    """Whether somebody has to hear of an operation on ``x``, or it has no data to compute with."""
+    return (
+        is_dynamo_compiling()  # first: what follows is not for Dynamo
+        or type(x) is not Tensor
+        or x.is_meta
+        or count_dispatch_modes() > 0
+        or profiler_runs()
+        or functorch_level() is not None
+        or is_jit_tracing()
+    )
+
+
+class Ops:
+    """``torch.ops.backstash`` without the dispatcher where nobody hears (Note: [operations that are heard])."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op, function = getattr(torch.ops.backstash, name), behind(name)
+
+        def call(x: Tensor, *rest: Any) -> Any:
+            return op(x, *rest) if _is_heard(x) else function(x, *rest)
+
+        setattr(self, name, call)  # found at once from now on
+        return call
+
+
+ops = Ops()

@@ -20,7 +20,7 @@ from backstash.codecs.base import (
     taken,
 )
 from backstash.ops import bytes_for, groups
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 4, 8)
@@ -55,6 +55,7 @@ class BlockQuant:
         CodecRefusedError: on encode, an element is infinite or NaN, or a group's range is no number of float32.
 
     Example:
+        >>> import torch
         >>> x = torch.linspace(-1, 2, 1000)
         >>> encoded = BlockQuant(bits=4, rounding="nearest").encode(x)
         >>> encoded.nbytes, bool((BlockQuant(bits=4).decode(encoded) - x).abs().max() < 0.03)

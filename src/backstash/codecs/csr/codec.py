@@ -24,7 +24,7 @@ from backstash.codecs.csr.reference import CSR_ROW, csr_rows
 from backstash.codecs.sparse import Sparse
 from backstash.errors import DamagedPlanesError
 from backstash.ops import ZVC_CHUNK
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import TensorSpec
 
 MAX_NUMEL = 2**31 - 1

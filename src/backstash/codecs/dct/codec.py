@@ -12,7 +12,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.codecs.dct.reference import dct_blocks
 from backstash.errors import CodecRefusedError
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 _LOW = 3  # of the 8 frequencies in each direction

@@ -27,7 +27,7 @@ from backstash.codecs.base import (
 from backstash.codecs.exponents.reference import EXPONENTS_BLOCK, EXPONENTS_LANES, exponents_blocks
 from backstash.codecs.sample import sample
 from backstash.ops import bytes_for, zvc_chunks
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -27,7 +27,7 @@ from backstash.codecs.base import (
 from backstash.codecs.direct import Direct, Slopes
 from backstash.codecs.fewbit.table import TABLE
 from backstash.ops import bytes_for
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 BITS = (1, 2, 3, 4)

@@ -28,7 +28,7 @@ from backstash.codecs.direct import Direct, Factors, MaskBits, Slopes
 from backstash.codecs.sample import look, sample
 from backstash.errors import CodecRefusedError
 from backstash.ops import bits_of, bytes_for
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Mask, Need, TensorSpec, Test
 
 _RELU = Mask(Test.NOT_LE)

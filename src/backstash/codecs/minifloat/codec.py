@@ -10,7 +10,7 @@ from torch import Tensor
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.codecs.minifloat.formats import FORMATS, LEAST_SCALE, SCALED, Format
 from backstash.ops import groups
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 GROUP_SIZE = 256
@@ -61,6 +61,7 @@ class Minifloat:
         ValueError: there is no such format, or it has no such groups.
 
     Example:
+        >>> import torch
         >>> x = torch.tensor([0.1, -3.0, 1000.0, 0.001])
         >>> encoded = Minifloat("fp8").encode(x)
         >>> encoded.nbytes, Minifloat("fp8").decode(encoded).tolist()

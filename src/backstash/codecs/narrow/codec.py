@@ -29,7 +29,7 @@ from backstash.codecs.direct import Direct, Geometry, MaskBits, WindowOffsets
 from backstash.codecs.narrow.windows.reference import window_bits
 from backstash.errors import CodecRefusedError
 from backstash.ops import bytes_for
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, PoolWindow, TensorSpec
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

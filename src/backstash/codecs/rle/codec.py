@@ -10,7 +10,7 @@ from torch import Tensor
 from backstash.codecs.base import EXACT, FLOATS, Encoded, check_planes, flat, like, refuses_layout, require_accepted
 from backstash.codecs.sample import sample
 from backstash.ops import bits_of, zvc_chunks
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 
@@ -37,6 +37,7 @@ class Rle:
         ValueError: ``min_saving`` is no share.
 
     Example:
+        >>> import torch
         >>> x = torch.zeros(1000); x[7] = -0.0
         >>> encoded = Rle().encode(x)
         >>> encoded.planes["tokens"].tolist()

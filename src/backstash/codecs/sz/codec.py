@@ -29,7 +29,7 @@ from backstash.codecs.numbers import deferred_to
 from backstash.codecs.sample import sample
 from backstash.codecs.sz import coding as sz
 from backstash.codecs.sz.reference import sz_damage
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 _MAX = sys.float_info.max

@@ -27,7 +27,7 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.szp.reference import SZP_BLOCK
 from backstash.ops import ZVC_CHUNK, bytes_for, zvc_chunks
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Mask, Need, TensorSpec
 
 MODES = ("abs", "rel")

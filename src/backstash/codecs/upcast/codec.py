@@ -26,7 +26,7 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.exponents import Exponents
 from backstash.codecs.sample import sample
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
 _PREFIX = "values."

@@ -23,7 +23,7 @@ from backstash.codecs.base import (
 )
 from backstash.codecs.sparse import Sparse
 from backstash.ops import bytes_for, zvc_chunks
-from backstash.ops.calling import ops
+from backstash.ops.registration import ops
 from backstash.saved import TensorSpec
 
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backstash.ops import calling, zvc_chunks
-from backstash.ops.calling import Ops, ops
+from backstash.ops import registration, zvc_chunks
+from backstash.ops.registration import Ops, ops
 
 X = torch.tensor([0.0, 1.0, 0.0, -2.0])
 
@@ -35,7 +35,7 @@ def test_nobody_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def behind(name: str) -> Any:
         return lambda *args: called.append((name, args))
 
-    monkeypatch.setattr(calling, "behind", behind)
+    monkeypatch.setattr(registration, "behind", behind)
     Ops().zvc_encode(X)
     assert [name for name, _ in called] == ["zvc_encode"]
 
