@@ -88,3 +88,31 @@ def test_what_is_saved_after_a_pass_was_given_back_has_its_own_key(
     assert broken and broken == expected[-len(broken) :]
     assert after == expected_after
     assert all(a.equal(b) for a, b in zip(gradients, expected_gradients, strict=True))
+
+
+@pytest.mark.parametrize("tells_calls_apart", [False, True])
+def test_what_a_second_pass_of_a_step_saves_has_its_own_key(
+    tells_calls_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for replays in (True, False):
+        torch.manual_seed(0)
+        policy = lossless()
+        if tells_calls_apart:
+            object.__setattr__(policy, "cycles", 1)  # as plans do
+        if not replays:
+            monkeypatch.setattr(seams, "replays", None)
+        model = Outer()
+        opened = Session(policy, model=model, min_nbytes=0, stop_if_useless=False)
+        keys: list[str] = []
+        for step in range(STEPS + 1):
+            losses = []
+            for _ in range(1 + (step == STEPS)):
+                with opened:
+                    losses.append(model(torch.randn(64, 64)))
+            assert opened._is_replayed is (replays and step >= STEPS - 1)
+            torch.stack(losses).sum().backward()
+            keys = [row.key for row in opened.report().rows]
+        found.append(keys)
+    assert any("@2" in key for key in found[1]) is tells_calls_apart
+    assert found[0] == found[1]

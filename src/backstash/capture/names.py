@@ -18,9 +18,10 @@ Note: [calls apart]
 
 Note: [modules of known passes]
     In a pass that runs a script nobody asks for names, so module calls are only written down, in C++ (native/replay).
-    They are told here when the pass ends if names may be asked for then: it was given back, it ends inside of a
-    module, or keys tell calls apart. What each call in progress has saved is counted as well. Else the values that the
-    rest of a module saves would have the keys of those before them.
+    They are told here when the pass ends if names may be asked for inside of a module then: it was given back, or it
+    ends there. What each call in progress has saved is counted as well. Else the values that the rest of a module saves
+    would have the keys of those before them. Where keys tell calls apart, and the pass ends outside of modules, calls
+    are counted as they were in the pass that was written down.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ class Frame:
     def __init__(self, fqn: str, label: str) -> None:
         self.fqn, self.label = fqn, label
         self.counts: dict[Any, int] = {}  # by the name of an op, or the function
+
+
+class Counts(NamedTuple):
+    """What names count: calls of modules by their paths, and nodes outside of modules by the names of their ops."""
+
+    calls: Counter[str]
+    outside: dict[Any, int]
 
 
 class KnownNode:
@@ -221,6 +229,15 @@ class Names:
                 number = None if facts is None else facts.number_in(frame.label)
                 if facts is not None and number is not None:
                     frame.counts[facts.op] = max(frame.counts.get(facts.op, 0), number + 1)
+
+    def counted(self) -> Counts:
+        """What was counted in this forward pass outside of calls in progress."""
+        return Counts(self._calls.copy(), dict(self.frames[0].counts))
+
+    def count_as(self, counts: Counts) -> None:
+        """Counts what a pass has counted that went as this one did (Note: [modules of known passes])."""
+        self._calls = counts.calls.copy()
+        self.frames[0].counts = dict(counts.outside)
 
     def leave(self) -> None:
         """It has returned or raised."""

@@ -379,6 +379,7 @@ class Script:
         copied: parameters of an accelerator that recipes have copied, to be copied together.
         fetching: what the prefetcher is told.
         fetches: when moved values are asked for: in the order of these lines, as long as there is room, or as planned.
+        counts: of modules' calls, and of nodes outside of modules, at the pass's end.
     """
 
     saves: list[Save]
@@ -391,6 +392,7 @@ class Script:
     copied: list[Tensor]
     fetching: Fetching = Fetching.NOTHING
     fetches: tuple[str, ...] = ()
+    counts: Any = None
 
     def __str__(self) -> str:
         lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]

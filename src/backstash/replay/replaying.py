@@ -269,6 +269,7 @@ class Replaying:
             recorder.refuse("the policy may say something else in each pass")
         try:
             learned.script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
+            learned.script.counts = session._names.counted()
             learned.read = native.script(learned.script)
             learned.script.copied.clear()
             learned.refusal = ""
@@ -344,10 +345,12 @@ class Replaying:
         self._is_over = True
         session = self._session()
         if session is not None:
-            if is_broken or self._native.is_inside or self._policy.cycles is not None:
+            if is_broken or self._native.is_inside:
                 happened, saves = self._native.modules()
                 facts = [None if save.place is None else save.place.facts for save in self._running.saves[:saves]]
                 session._names.follow(happened, facts)
+            elif self._policy.cycles is not None:
+                session._names.count_as(self._running.counts)
             if is_broken:
                 session._is_replayed = False
                 session.prepare(Step())
