@@ -17,6 +17,7 @@ namespace {
 
 constexpr int MANY = 8;                // as in decode.py
 constexpr int64_t ROOM = 8;            // as in redeem/table.py
+constexpr int64_t LARGE_INPUT = 1 << 18;  // bytes: as LARGE in redeem/table.py
 constexpr int64_t ROWS = 64;           // as in sample.py
 
 using Clock = std::chrono::steady_clock;
@@ -357,7 +358,7 @@ Object claimed(Packed* packed) {
                                                             : save.as_stored;
         is_wanted = wants(packed, claim);
     }
-    if (!is_wanted && !save.may_claim_input) return {};
+    if (!is_wanted && !(save.may_claim_input && numel_behind(0) >= LARGE_WEIGHT)) return {};
     const Object node = number_of(packed->node), only = Object(is_wanted ? Py_False : Py_True);
     Object found = call(packed->session->claim.get(), reinterpret_cast<PyObject*>(packed), save.layout.spec.get(),
                         node.get(), only.get());
@@ -391,10 +392,15 @@ PyObject* unpack_held(Packed* packed) {
              save.facts.is_none() ? Py_None : save.facts.get());
     Object held = wrapped(packed->dense);
     if (!is_in_backward() || at::GradMode::is_enabled()) return held.release();
-    if (save.kind == Kind::parameter)
-        return save.may_claim_weight ? call(session.claim_weight.get(), held.get()).release() : held.release();
-    if (packed->slot == nullptr)
-        return save.may_claim_input ? call(session.claim_input.get(), held.get()).release() : held.release();
+    if (save.kind == Kind::parameter) {
+        const int64_t input = save.may_claim_weight ? numel_behind(1) : 0;
+        const bool is_small = input >= 0 && input * static_cast<int64_t>(packed->dense.itemsize()) < LARGE_INPUT;
+        return is_small ? held.release() : call(session.claim_weight.get(), held.get()).release();
+    }
+    if (packed->slot == nullptr) {
+        const bool may_claim = save.may_claim_input && numel_behind(0) >= LARGE_WEIGHT;
+        return may_claim ? call(session.claim_input.get(), held.get()).release() : held.release();
+    }
     Object claim = claimed(packed);
     return claim.get() != nullptr ? claim.release() : held.release();
 }
@@ -432,6 +438,20 @@ Object planes_in(const Slot& slot) {
 }
 
 bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
+
+// How many elements the input of the node that runs has whose gradient goes over that edge, counted from the last one;
+// -1 where it does not say so. A linear layer's last input is its weight, and the one before is what it multiplies.
+int64_t numel_behind(int edge) {
+    const auto node = torch::autograd::get_current_node();
+    if (!node || node->num_outputs() <= static_cast<size_t>(edge)) return -1;
+    const auto& next = node->next_edge(node->num_outputs() - 1 - edge);
+    if (!next.is_valid()) return -1;
+    const auto& metadata = next.function->input_metadata(next.input_nr);
+    if (metadata.is_nested_tensor()) return -1;
+    int64_t numel = 1;
+    for (const c10::SymInt& size : metadata.shape_as_dim_vector()) numel *= size.maybe_as_int().value_or(-1);
+    return numel;
+}
 
 namespace {
 
