@@ -89,8 +89,7 @@ PyObject* read(PyObject* reading, PyObject* packed) {
     if (!is_as_it_was(packed)) return call(ReadReference, reading, packed).release();
     PyObject* held = PyTuple_GET_ITEM(packed, 0);
     const auto node = torch::autograd::get_current_node();
-    const bool may_be_asked = node && THPVariable_Unpack(held).dim() == 2 && numel_behind(0) >= LARGE_WEIGHT;
-    if (!may_be_asked) return Py_NewRef(held);
+    if (!node || THPVariable_Unpack(held).dim() != 2 || !may_await_large_weight()) return Py_NewRef(held);
     const Object name = Object::taken(PyUnicode_FromString(node->name().c_str()));
     const int is_asked = PySequence_Contains(attribute(reading, of_nodes).get(), name.get());
     if (is_asked < 0) throw python_error();

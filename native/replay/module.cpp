@@ -484,6 +484,16 @@ PyObject* configure_dispatch(PyObject*, PyObject* const* args, Py_ssize_t number
     END_HANDLE_TH_ERRORS
 }
 
+// Takes the names of the modules of redeem/ that say which sizes are large.
+PyObject* configure_sizes(PyObject*, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2 && PyDict_Check(args[0]) && PyDict_Check(args[1]), "configure_sizes takes two dicts");
+    Accumulation = Py_NewRef(args[0]);
+    Table = Py_NewRef(args[1]);
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
 PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(number == 2, "hold takes a Holding and a tensor");
@@ -525,6 +535,7 @@ PyMethodDef functions[] = {
     {"configure", BACKSTASH_FAST(configure), METH_FASTCALL, "Takes what it needs of Python."},
     {"configure_holding", BACKSTASH_FAST(configure_holding), METH_FASTCALL, "Takes what holds and reads rare tensors."},
     {"configure_dispatch", BACKSTASH_FAST(configure_dispatch), METH_FASTCALL, "Takes what handle_torch_function needs."},
+    {"configure_sizes", BACKSTASH_FAST(configure_sizes), METH_FASTCALL, "Takes the names that say which sizes are large."},
     {"handle_torch_function", BACKSTASH_FAST(handle_torch_function), METH_FASTCALL | METH_KEYWORDS,
      "torch's function of that name, without Python in passes that are known."},
     {"hold", BACKSTASH_FAST(hold_one), METH_FASTCALL, "Holds a tensor with its version: see held.Holding."},

@@ -13,11 +13,13 @@
 #include <cstring>
 
 namespace backstash::replay {
+
+bool may_claim_weight(int64_t itemsize);
+
 namespace {
 
 constexpr int MANY = 8;                // as in decode.py
 constexpr int64_t ROOM = 8;            // as in redeem/table.py
-constexpr int64_t LARGE_INPUT = 1 << 18;  // bytes: as LARGE in redeem/table.py
 constexpr int64_t ROWS = 64;           // as in sample.py
 
 using Clock = std::chrono::steady_clock;
@@ -358,7 +360,7 @@ Object claimed(Packed* packed) {
                                                             : save.as_stored;
         is_wanted = wants(packed, claim);
     }
-    if (!is_wanted && !(save.may_claim_input && numel_behind(0) >= LARGE_WEIGHT)) return {};
+    if (!is_wanted && !(save.may_claim_input && may_await_large_weight())) return {};
     const Object node = number_of(packed->node), only = Object(is_wanted ? Py_False : Py_True);
     Object found = call(packed->session->claim.get(), reinterpret_cast<PyObject*>(packed), save.layout.spec.get(),
                         node.get(), only.get());
@@ -393,12 +395,11 @@ PyObject* unpack_held(Packed* packed) {
     Object held = wrapped(packed->dense);
     if (!is_in_backward() || at::GradMode::is_enabled()) return held.release();
     if (save.kind == Kind::parameter) {
-        const int64_t input = save.may_claim_weight ? numel_behind(1) : 0;
-        const bool is_small = input >= 0 && input * static_cast<int64_t>(packed->dense.itemsize()) < LARGE_INPUT;
-        return is_small ? held.release() : call(session.claim_weight.get(), held.get()).release();
+        const bool may_claim = save.may_claim_weight && may_claim_weight(static_cast<int64_t>(packed->dense.itemsize()));
+        return may_claim ? call(session.claim_weight.get(), held.get()).release() : held.release();
     }
     if (packed->slot == nullptr) {
-        const bool may_claim = save.may_claim_input && numel_behind(0) >= LARGE_WEIGHT;
+        const bool may_claim = save.may_claim_input && may_await_large_weight();
         return may_claim ? call(session.claim_input.get(), held.get()).release() : held.release();
     }
     Object claim = claimed(packed);
@@ -439,6 +440,8 @@ Object planes_in(const Slot& slot) {
 
 bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
+namespace {
+
 // How many elements the input of the node that runs has whose gradient goes over that edge, counted from the last one;
 // -1 where it does not say so. A linear layer's last input is its weight, and the one before is what it multiplies.
 int64_t numel_behind(int edge) {
@@ -451,6 +454,25 @@ int64_t numel_behind(int edge) {
     int64_t numel = 1;
     for (const c10::SymInt& size : metadata.shape_as_dim_vector()) numel *= size.maybe_as_int().value_or(-1);
     return numel;
+}
+
+int64_t number_named(PyObject* names, const char* name) {
+    PyObject* found = names == nullptr ? nullptr : PyDict_GetItemString(names, name);
+    return found == nullptr ? 0 : PyLong_AsLongLong(found);
+}
+
+}  // namespace
+
+PyObject *Accumulation = nullptr, *Table = nullptr;
+
+bool may_await_large_weight() {  // the first question of accumulation.awaits_large_weight
+    const int64_t numel = numel_behind(0), widest = number_named(Accumulation, "WIDEST");
+    return numel >= 0 && (widest == 0 || numel >= number_named(Accumulation, "LARGE") / widest);
+}
+
+bool may_claim_weight(int64_t itemsize) {  // that of linear.claim_weight
+    const int64_t input = numel_behind(1);
+    return input < 0 || input * itemsize >= number_named(Table, "LARGE");
 }
 
 namespace {

@@ -231,8 +231,8 @@ PyObject* unpack(Packed* packed);
 PyObject* read_whole(Packed* packed);
 void release(const std::shared_ptr<Slot>& slot);
 bool is_in_backward();
-int64_t numel_behind(int edge);  // see reading.cpp
-constexpr int64_t LARGE_WEIGHT = 1 << 20;  // elements: as LARGE // WIDEST in redeem/accumulation.py
+bool may_await_large_weight();
+extern PyObject *Accumulation, *Table;  // the names of redeem/accumulation.py and redeem/table.py
 
 // kernels of the library, by their addresses
 struct Kernels {

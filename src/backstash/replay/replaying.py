@@ -63,7 +63,7 @@ from backstash.numerics import under
 from backstash.ops.bits import bits_of
 from backstash.ops.cpu import library
 from backstash.policies.base import Outcome, Policy, is_watching
-from backstash.redeem import accumulation, claims, linear
+from backstash.redeem import accumulation, claims, linear, table
 from backstash.remake import calls, repeating
 from backstash.remake.remaking import REPEAT
 from backstash.remake.tape import CallTape
@@ -90,6 +90,7 @@ native: Any = interpreter.module
 if native is not None:
     native.configure(scalar_of, library.address_of)
     native.configure_dispatch(observer.Observer, dispatch_to_modes, vars(torch.compiler))
+    native.configure_sizes(vars(accumulation), vars(table))
 
 
 class Replaying:

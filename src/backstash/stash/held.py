@@ -110,7 +110,7 @@ class Reading:
         otherwise: unpacks where that is not as simple as here.
         is_simple: whether all that there is to do about a held tensor is to read it.
         of_matrix: makes what the reader of a matrix is given of it.
-        of_nodes: the names of the nodes for which that has to be asked.
+        of_nodes: the names of the nodes for which that has to be asked. The interpreter asks where the weight is large.
     """
 
     __slots__ = ("is_simple", "of_matrix", "of_nodes", "otherwise")
