@@ -13,9 +13,6 @@
 #include <cstring>
 
 namespace backstash::replay {
-
-bool may_claim_weight(int64_t itemsize);
-
 namespace {
 
 constexpr int MANY = 8;                // as in decode.py
@@ -25,6 +22,30 @@ constexpr int64_t ROWS = 64;           // as in sample.py
 using Clock = std::chrono::steady_clock;
 
 double since(Clock::time_point started) { return std::chrono::duration<double>(Clock::now() - started).count(); }
+
+// How many elements the input of the node that runs has whose gradient goes over that edge, counted from the last one;
+// -1 where it does not say so. A linear layer's last input is its weight, and the one before is what it multiplies.
+int64_t numel_behind(int edge) {
+    const auto node = torch::autograd::get_current_node();
+    if (!node || node->num_outputs() <= static_cast<size_t>(edge)) return -1;
+    const auto& next = node->next_edge(node->num_outputs() - 1 - edge);
+    if (!next.is_valid()) return -1;
+    const auto& metadata = next.function->input_metadata(next.input_nr);
+    if (metadata.is_nested_tensor()) return -1;
+    int64_t numel = 1;
+    for (const c10::SymInt& size : metadata.shape_as_dim_vector()) numel *= size.maybe_as_int().value_or(-1);
+    return numel;
+}
+
+int64_t number_named(PyObject* names, const char* name) {
+    PyObject* found = names == nullptr ? nullptr : PyDict_GetItemString(names, name);
+    return found == nullptr ? 0 : PyLong_AsLongLong(found);
+}
+
+bool may_claim_weight(int64_t itemsize) {  // that of linear.claim_weight
+    const int64_t input = numel_behind(1);
+    return input < 0 || input * itemsize >= number_named(Table, "LARGE");
+}
 
 Object number_of(double number) { return Object::taken(PyFloat_FromDouble(number)); }
 Object number_of(int64_t number) { return Object::taken(PyLong_FromLongLong(number)); }
@@ -440,39 +461,11 @@ Object planes_in(const Slot& slot) {
 
 bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
-namespace {
-
-// How many elements the input of the node that runs has whose gradient goes over that edge, counted from the last one;
-// -1 where it does not say so. A linear layer's last input is its weight, and the one before is what it multiplies.
-int64_t numel_behind(int edge) {
-    const auto node = torch::autograd::get_current_node();
-    if (!node || node->num_outputs() <= static_cast<size_t>(edge)) return -1;
-    const auto& next = node->next_edge(node->num_outputs() - 1 - edge);
-    if (!next.is_valid()) return -1;
-    const auto& metadata = next.function->input_metadata(next.input_nr);
-    if (metadata.is_nested_tensor()) return -1;
-    int64_t numel = 1;
-    for (const c10::SymInt& size : metadata.shape_as_dim_vector()) numel *= size.maybe_as_int().value_or(-1);
-    return numel;
-}
-
-int64_t number_named(PyObject* names, const char* name) {
-    PyObject* found = names == nullptr ? nullptr : PyDict_GetItemString(names, name);
-    return found == nullptr ? 0 : PyLong_AsLongLong(found);
-}
-
-}  // namespace
-
 PyObject *Accumulation = nullptr, *Table = nullptr;
 
 bool may_await_large_weight() {  // the first question of accumulation.awaits_large_weight
     const int64_t numel = numel_behind(0), widest = number_named(Accumulation, "WIDEST");
     return numel >= 0 && (widest == 0 || numel >= number_named(Accumulation, "LARGE") / widest);
-}
-
-bool may_claim_weight(int64_t itemsize) {  // that of linear.claim_weight
-    const int64_t input = numel_behind(1);
-    return input < 0 || input * itemsize >= number_named(Table, "LARGE");
 }
 
 namespace {
