@@ -20,7 +20,7 @@ from backstash.capture import learned
 from backstash.codecs import Minifloat, Zvc
 from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.policies import Action, Keep, Policy, Stash
-from backstash.redeem import exclusive, table
+from backstash.redeem import accumulation, exclusive, linear, table
 from backstash.remake.remaking import REPEAT
 from backstash.replay import recorder, replaying
 from backstash.replay.program import CallTree
@@ -849,3 +849,38 @@ def test_zvc_is_encoded_as_on_the_long_way(rows: int, dtype: torch.dtype) -> Non
 def test_planes_of_zvc_that_do_not_fit_together_are_an_error() -> None:
     with pytest.raises(DamagedPlanesError, match=r"zvc_decode asked for the values .* \(7 values stored\)"):
         replaying._damaged(7)
+
+
+class Mean(nn.Module):
+    """The mean of the squares, a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number."""
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("policy", ["lossless", "keep"])
+def test_inputs_of_large_layers_are_claimed_in_settled_and_idle_steps_too(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    begun = []
+    begin = linear.begin
+    monkeypatch.setattr(linear, "begin", lambda stashed, node: (begun.append(node), begin(stashed, node)))
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 8)
+    model = nn.Sequential(*layers, Mean())
+    twin, x = Twin(model, policy, min_nbytes=0), torch.randn(16, 64)
+
+    def counted(least: int) -> int:
+        monkeypatch.setattr(accumulation, "LARGE", least)
+        begun.clear()
+        with twin.session:
+            loss = twin.other(x)
+        loss.backward()  # adds to the gradients that are there
+        return len(begun)
+
+    for _ in range(2 * STEPS):
+        twin.step(x)
+    assert twin.session._is_replayed or twin.session._forward.is_idle
+    found = [counted(least) for least in (64 * 64 * 4, 64 * 96 * 4, 1 << 24)]
+    assert found == [3, 2, 0], "of the second layer both matrices are read"
