@@ -22,9 +22,10 @@ import backstash as bs
 from backstash import policies
 from backstash.planning.search.planner import Planner
 from bench.results import Results
+from bench.rounds import UNTIL_SETTLED
 
 FORMAT = 1
-WARMUP = 6
+WARMUP = UNTIL_SETTLED
 STEPS = 20
 """Steps that are counted: more than the period of whatever is looked at again every few steps."""
 
