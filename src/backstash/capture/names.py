@@ -57,7 +57,7 @@ class Frame:
         self.counts: dict[Any, int] = {}  # by the name of an op, or the function
 
 
-class Counts(NamedTuple):
+class CallCounts(NamedTuple):
     """What names count: calls of modules by their paths, and nodes outside of modules by the names of their ops."""
 
     calls: Counter[str]
@@ -230,11 +230,11 @@ class Names:
                 if facts is not None and number is not None:
                     frame.counts[facts.op] = max(frame.counts.get(facts.op, 0), number + 1)
 
-    def counted(self) -> Counts:
+    def counted(self) -> CallCounts:
         """What was counted in this forward pass outside of calls in progress."""
-        return Counts(self._calls.copy(), dict(self.frames[0].counts))
+        return CallCounts(self._calls.copy(), dict(self.frames[0].counts))
 
-    def count_as(self, counts: Counts) -> None:
+    def count_as(self, counts: CallCounts) -> None:
         """Counts what a pass has counted that went as this one did (Note: [modules of known passes])."""
         self._calls = counts.calls.copy()
         self.frames[0].counts = dict(counts.outside)
