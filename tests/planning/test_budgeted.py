@@ -229,7 +229,7 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_a_budget_that_nothing_fits_is_an_error_of_the_backward_pass() -> None:
     session = Budgeted(1000, min_nbytes=1024)
     with pytest.raises(BudgetError, match="the smallest budget that fits"):
-        trained(lambda model: session, [16] * 8)
+        trained(lambda model: session, [16] * 64)
     session.close()
     assert_nothing_is_left()
 

@@ -125,3 +125,28 @@ def test_a_step_without_backward_is_an_error() -> None:
 def test_another_device_is_an_error() -> None:
     with pytest.raises(MeasureError, match="meta"):
         profile(lambda: None, device="meta")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_in_the_step_does_not_keep_values_from_being_remade(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    """It changes weights when backward has read all that would have been made from them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    optimizer_of_model = optimizer(model.parameters(), 0.01)  # type: ignore[call-arg]
+    x = torch.randn(128, 64)
+
+    def backward() -> None:
+        optimizer_of_model.zero_grad()
+        model(x).square().mean().backward()
+
+    def step() -> None:
+        backward()
+        optimizer_of_model.step()
+
+    remade = [
+        {value.key for value in taken.values if any(choice.kind == "recompute" for choice in value.choices)}
+        for taken in (profile(step, model, min_nbytes=1024), profile(backward, model, min_nbytes=1024))
+    ]
+    assert remade[0] == remade[1] and "1/Gelu#0:self" in remade[0]

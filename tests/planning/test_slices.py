@@ -84,6 +84,7 @@ class Loop:
 def test_no_step_waits_for_the_search(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(course, "SHARE", 0.1)
     monkeypatch.setattr(course, "SHARE_OF_PLAIN", 0.1)
+    monkeypatch.setattr(course, "PATIENT", 10_000)  # or slices grow as long as there is no plan
     loop = Loop(Budgeted("80%", min_nbytes=256), clock)
     waited, plans = [], []
     for _ in range(400):

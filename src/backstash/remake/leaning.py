@@ -62,7 +62,8 @@ class Leaning:
             value = reference()
             if value is None:
                 continue
-            value.account.is_exposed = True
+            if any(value.saved()):  # else backward has read it, as before an optimizer's step
+                value.account.is_exposed = True
             if value.state.recipe is not None:
                 without_gradients(partial(_store_instead, value, encoder))
         leaf = pending.get(cdata)
