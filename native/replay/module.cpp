@@ -401,7 +401,7 @@ PyObject* planes_of(PyObject*, PyObject* packed) {
         const Object bits = Object::taken(THPVariable_Wrap(slot->bits));
         return Py_BuildValue("(OOO)", slot->bits_of->mask.get(), bits.get(), Py_True);
     }
-    if (slot->state != State::stored || slot->value.is_zvc) Py_RETURN_NONE;  // no reader takes the planes of zvc
+    if (slot->state != State::stored || slot->value.zvc) Py_RETURN_NONE;  // no reader takes the planes of zvc
     const Object planes = slot->value.is_bitmask ? Object::taken(THPVariable_Wrap(slot->mask)) : slot->encoded;
     return Py_BuildValue("(OOO)", slot->value.ways.get(), planes.get(), Py_False);
     END_HANDLE_TH_ERRORS

@@ -184,8 +184,11 @@ Value value_of(PyObject* object) {
     value.mask = read.object("mask");
     value.ways = read.object("ways");
     value.is_bitmask = read.flag("is_bitmask");
-    value.is_zvc = read.flag("is_zvc");
-    value.least_saving = read.real("least_saving");
+    if (const Object zvc = read.object("zvc"); !zvc.is_none()) {
+        const Reader of(zvc.get());
+        value.zvc = {of.integer("runs"), of.integer("run"), of.integer("step"), of.integer("most_nonzeros"),
+                     of.integer("chunks")};
+    }
     value.has_view = read.flag("has_view");
     value.mask_test = read.number("mask_test");
     value.mask_element = read.number("mask_element");

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -130,6 +131,11 @@ struct Affine {
     Object kernel;                    // off the CPU
 };
 
+// Planes of zvc: the sample that is looked at, how many of its elements may not be zero, and the elements of offsets.
+struct Zvc {
+    int64_t runs, run, step, most_nonzeros, chunks;
+};
+
 // What becomes of a value.
 struct Value {
     Program program;
@@ -142,8 +148,8 @@ struct Value {
     int mask_test, mask_element;
     double mask_lo, mask_hi;
     uint64_t if_set, if_clear;
-    bool is_bitmask, is_zvc;           // which the kernels here encode and decode
-    double least_saving;               // below which zvc declines
+    bool is_bitmask;                   // which the kernels here encode and decode
+    std::optional<Zvc> zvc;            // which they encode and decode as well
     bool has_view;                     // whether what is encoded may be read as a view of a plane
     bool is_moved() const { return program == Program::move; }
     Tree tree;

@@ -42,7 +42,7 @@ int64_t number_named(PyObject* names, const char* name) {
     return found == nullptr ? 0 : PyLong_AsLongLong(found);
 }
 
-bool may_claim_weight(int64_t itemsize) {  // that of linear.claim_weight
+bool may_claim_weight(int64_t itemsize) {  // the first question of linear.claim_weight
     const int64_t input = numel_behind(1);
     return input < 0 || input * itemsize >= number_named(Table, "LARGE");
 }
@@ -293,7 +293,7 @@ at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time
         const int threads = threads_for(numel * width);
         const WithoutGil running(numel * width);
         kernels.mask_decode(mask, to, numel, width, value.if_set, value.if_clear, threads);
-    } else if (value.is_zvc) {
+    } else if (value.zvc) {
         const void *mask = slot.mask.const_data_ptr(), *offsets = slot.offsets.const_data_ptr();
         const void* values = slot.values.const_data_ptr();
         void* to = out.data_ptr();

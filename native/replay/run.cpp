@@ -412,27 +412,17 @@ at::Tensor plane_of(int64_t numel, at::ScalarType dtype) {  // see ops/cpu/plane
     return plane;
 }
 
-// The share of its bytes that zvc saves of a tensor, by a sample of it: see codecs/sample.py and sparse.py.
-double saving_of_zvc(const void* from, int64_t numel, int width) {
-    const bool is_all = numel <= 4096;
-    const int64_t runs = is_all ? 1 : 32, run = is_all ? numel : 32, step = is_all ? 1 : (numel - 32) / 31;
-    int64_t nonzeros = 0, patterns = 0;
-    kernels.look(from, width, runs, run, step, &nonzeros, &patterns);
-    const double density = static_cast<double>(nonzeros) / static_cast<double>(runs * run);
-    return 1.0 - (density * (8 * width) + 1.0) / (8 * width);
-}
-
-// See codecs/zvc/cpu.py. Returns the bytes of the planes; -1 where the codec declines.
-int64_t encode_zvc(Slot& slot, const at::Tensor& whole) {
-    constexpr int64_t CHUNK = 4096;  // as ops/layout.ZVC_CHUNK
+// See codecs/zvc/cpu.py. Returns the bytes of the planes; -1 where the codec declines, by a sample.
+int64_t encode_zvc(Slot& slot, const Zvc& zvc, const at::Tensor& whole) {
     const int64_t numel = whole.numel();
     const int width = static_cast<int>(whole.itemsize()), threads = threads_for(slot.value.nbytes);
     const void* from = whole.const_data_ptr();
-    if (saving_of_zvc(from, numel, width) < slot.value.least_saving) return -1;
+    int64_t nonzeros = 0, patterns = 0, stored = 0;
+    kernels.look(from, width, zvc.runs, zvc.run, zvc.step, &nonzeros, &patterns);
+    if (nonzeros > zvc.most_nonzeros) return -1;
     slot.mask = plane_of((numel + 7) / 8, at::kByte);
-    slot.offsets = at::empty({(numel + CHUNK - 1) / CHUNK}, at::kLong);
+    slot.offsets = at::empty({zvc.chunks}, at::kLong);
     void *mask = slot.mask.data_ptr(), *offsets = slot.offsets.data_ptr();
-    int64_t stored = 0;
     {
         const WithoutGil running(slot.value.nbytes);
         stored = kernels.zvc_mark(from, numel, width, mask, offsets, threads);
@@ -449,15 +439,15 @@ bool encode(Slot& slot, const at::Tensor& whole) {
     int64_t nbytes = 0;
     if (value.is_bitmask) {
         const int64_t numel = whole.numel();
-        slot.mask = at::empty({(numel + 7) / 8}, at::kByte);
+        slot.mask = plane_of((numel + 7) / 8, at::kByte);
         const void* from = whole.const_data_ptr();
         void* to = slot.mask.data_ptr();
         const int threads = threads_for(value.nbytes);
         nbytes = (numel + 7) / 8;
         const WithoutGil running(value.nbytes);
         kernels.bitmask_encode(from, numel, value.mask_element, value.mask_test, value.mask_lo, value.mask_hi, to, threads);
-    } else if (value.is_zvc) {
-        nbytes = encode_zvc(slot, whole);
+    } else if (value.zvc) {
+        nbytes = encode_zvc(slot, *value.zvc, whole);
         if (nbytes < 0) return false;
     } else {
         const Object key = value.is_moved() ? value.key : Object(Py_None);

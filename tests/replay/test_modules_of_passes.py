@@ -51,12 +51,19 @@ class Outer(nn.Module):
         return x.exp().square().sum()
 
 
-def keys(model: Outer, policy: Any, replays: bool, monkeypatch: pytest.MonkeyPatch, change: str) -> list[Any]:
-    """Settles, changes the model, and steps on: the keys of the last two steps, and the gradients."""
+def opened_for(model: Outer, tells_calls_apart: bool, replays: bool, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A Session whose keys may tell calls of a module apart, as a plan's do, and that may replay passes."""
+    policy: Any = lossless()
+    if tells_calls_apart:
+        object.__setattr__(policy, "cycles", 1)
     with monkeypatch.context() as changed:
         if not replays:
             changed.setattr(seams, "replays", None)
-        opened = Session(policy, model=model, min_nbytes=0, stop_if_useless=False)
+        return Session(policy, model=model, min_nbytes=0, stop_if_useless=False)
+
+
+def keys(model: Outer, opened: Session, replays: bool, change: str) -> list[Any]:
+    """Settles, changes the model, and steps on: the keys of the last two steps, and the gradients."""
 
     def step() -> list[str]:
         model.zero_grad()
@@ -80,10 +87,8 @@ def test_what_is_saved_after_a_pass_was_given_back_has_its_own_key(
     found = []
     for replays in (True, False):
         torch.manual_seed(0)
-        policy = lossless()
-        if tells_calls_apart:
-            object.__setattr__(policy, "cycles", 1)  # as plans do
-        found.append(keys(Outer(), policy, replays, monkeypatch, change))
+        model = Outer()
+        found.append(keys(model, opened_for(model, tells_calls_apart, replays, monkeypatch), replays, change))
     (broken, after, gradients), (expected, expected_after, expected_gradients) = found
     assert broken and broken == expected[-len(broken) :]
     assert after == expected_after
@@ -96,15 +101,8 @@ def test_what_a_second_pass_of_a_step_saves_has_its_own_key(
 ) -> None:
     found = []
     for replays in (True, False):
-        torch.manual_seed(0)
-        policy = lossless()
-        if tells_calls_apart:
-            object.__setattr__(policy, "cycles", 1)  # as plans do
-        if not replays:
-            monkeypatch.setattr(seams, "replays", None)
         model = Outer()
-        opened = Session(policy, model=model, min_nbytes=0, stop_if_useless=False)
-        keys: list[str] = []
+        opened = opened_for(model, tells_calls_apart, replays, monkeypatch)
         for step in range(STEPS + 1):
             losses = []
             for _ in range(1 + (step == STEPS)):
@@ -112,7 +110,6 @@ def test_what_a_second_pass_of_a_step_saves_has_its_own_key(
                     losses.append(model(torch.randn(64, 64)))
             assert opened._is_replayed is (replays and step >= STEPS - 1)
             torch.stack(losses).sum().backward()
-            keys = [row.key for row in opened.report().rows]
-        found.append(keys)
+        found.append([row.key for row in opened.report().rows])
     assert any("@2" in key for key in found[1]) is tells_calls_apart
     assert found[0] == found[1]

@@ -17,7 +17,7 @@ _RUNS, _RUN, _WHOLE = 32, 32, 4096
 
 def sample(x: Tensor) -> Tensor:
     """All of a flat tensor of up to 4,096 elements; of a larger one 32 evenly spread runs of 32 neighbours."""
-    runs, run, step = _layout(x.numel())
+    runs, run, step = runs_within(x.numel())
     return x.as_strided((runs, run), (step, 1)).reshape(-1)
 
 
@@ -30,7 +30,7 @@ def look(x: Tensor) -> tuple[int, int, int]:
     earlier: Look | None = getattr(_answers, "look", None)
     if earlier is not None and earlier.numel == x.numel():
         return earlier.numbers()
-    runs, run, step = _layout(x.numel())
+    runs, run, step = runs_within(x.numel())
     nonzeros, patterns, kernels = 0, 0, backends.serving(x.device.type)
     if x.is_cpu and x.numel():
         nonzeros, patterns = kernels.sample_counts(x, runs, run, step)
@@ -47,7 +47,7 @@ class Look:
     """
 
     def __init__(self, x: Tensor) -> None:
-        runs, run, step = _layout(x.numel())
+        runs, run, step = runs_within(x.numel())
         self.numel, self._elements = x.numel(), runs * run
         numbers = backends.serving(x.device.type).sample_numbers
         self._numbers = Numbers(numbers(x, runs, run, step)) if self.numel else None
@@ -70,6 +70,6 @@ def answered_by(answer: Look) -> Iterator[None]:
         _answers.look = None
 
 
-def _layout(numel: int) -> tuple[int, int, int]:
-    """The number of runs, the elements of a run, and the elements from one run's beginning to the next one's."""
+def runs_within(numel: int) -> tuple[int, int, int]:
+    """A sample's number of runs, the elements of a run, and the elements from one run's beginning to the next one's."""
     return (1, numel, 1) if numel <= _WHOLE else (_RUNS, _RUN, (numel - _RUN) // (_RUNS - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -82,9 +83,16 @@ class Sparse:
         elements, nonzeros, _ = look(flat(x))
         if elements == 0:
             return "it is empty"
-        density = nonzeros / elements
-        saving = 1.0 - self._bits_per_element(density, x.dtype) / (8 * x.element_size())
-        return None if saving >= self.min_saving else f"{density:.0%} of a sample is not zero"
+        return None if self._pays(nonzeros, elements, x.dtype) else f"{nonzeros / elements:.0%} of a sample is not zero"
+
+    def most_nonzeros(self, elements: int, dtype: torch.dtype) -> int:
+        """How many elements of a sample may at most not be zero for a tensor not to be declined; -1 for none."""
+        return bisect(range(elements + 1), False, key=lambda nonzeros: not self._pays(nonzeros, elements, dtype)) - 1
+
+    def _pays(self, nonzeros: int, elements: int, dtype: torch.dtype) -> bool:
+        """Whether a pass over a tensor saves enough, of a sample of which so many elements are not zero."""
+        saving = 1.0 - self._bits_per_element(nonzeros / elements, dtype) / (8 * dtype.itemsize)
+        return saving >= self.min_saving
 
     def _bits_per_element(self, density: float, dtype: torch.dtype) -> float:
         """Bits that an element takes on average, where that share of them is not zero."""

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from backstash.ops.backends import serving
 from backstash.ops.table import TABLE, Kernel, check_flat
-from backstash.torch_internals import (
-    count_dispatch_modes,
-    functorch_level,
-    is_dynamo_compiling,
-    is_jit_tracing,
-    profiler_runs,
-)
+from backstash.torch_internals import count_dispatch_modes, is_dynamo_compiling, is_traced, profiler_runs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -87,8 +81,7 @@ def _is_heard(x: Tensor) -> bool:
         or x.is_meta
         or count_dispatch_modes() > 0
         or profiler_runs()
-        or functorch_level() is not None
-        or is_jit_tracing()
+        or is_traced()
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.capture.names import CallCounts
 from backstash.saved import Mask, SavedTensor, TensorSpec
 
 NOTHING = TensorSpec((), (), torch.float32, torch.device("cpu"), 4)
@@ -220,6 +221,23 @@ class AffinePass:
     kernel: Any
 
 
+@dataclass(frozen=True, slots=True)
+class ZvcPlanes:
+    """Planes of zvc that the interpreter makes, and the look at a sample before: see codecs/sample.py.
+
+    Attributes:
+        runs, run, step: of the sample.
+        most_nonzeros: how many of its elements may at most not be zero; the codec declines where there are more.
+        chunks: elements of the plane of offsets.
+    """
+
+    runs: int
+    run: int
+    step: int
+    most_nonzeros: int
+    chunks: int
+
+
 @dataclass(slots=True)
 class ValueProgram:
     """What becomes of a value.
@@ -238,7 +256,7 @@ class ValueProgram:
         codec, mask, ways: of a value that is encoded.
         has_view: whether what is encoded may be read as a view of a plane.
         is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the interpreter makes.
-        is_zvc, least_saving: of planes of zvc that it makes, and the share below which that declines.
+        zvc: how it makes planes of zvc; None where it does not.
         tree: of a value that is made again.
         text: what a report says of that: the codec, the recipe, or why it is held.
         delay, held, gone, settled: as in stash/place.py.
@@ -265,8 +283,7 @@ class ValueProgram:
     ways: Any = None
     has_view: bool = False
     is_bitmask: bool = False
-    is_zvc: bool = False
-    least_saving: float = 0.0
+    zvc: ZvcPlanes | None = None
     mask_test: int = 0
     mask_element: int = 0
     mask_lo: float = 0.0
@@ -377,9 +394,9 @@ class Script:
         settings: of the process, under which calls were noted.
         counted: how many tensors were saved, and their bytes.
         copied: parameters of an accelerator that recipes have copied, to be copied together.
+        counts: of modules' calls, and of nodes outside of modules, at the pass's end.
         fetching: what the prefetcher is told.
         fetches: when moved values are asked for: in the order of these lines, as long as there is room, or as planned.
-        counts: of modules' calls, and of nodes outside of modules, at the pass's end.
     """
 
     saves: list[Save]
@@ -390,9 +407,9 @@ class Script:
     settings: Any
     counted: tuple[int, int]
     copied: list[Tensor]
+    counts: CallCounts
     fetching: Fetching = Fetching.NOTHING
     fetches: tuple[str, ...] = ()
-    counts: Any = None
 
     def __str__(self) -> str:
         lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]

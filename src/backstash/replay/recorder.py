@@ -18,11 +18,12 @@ from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.narrow.codec import Narrow
 from backstash.codecs.raw import Raw
+from backstash.codecs.sample import runs_within
 from backstash.codecs.zvc.codec import Zvc
 from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
-from backstash.ops.layout import Rounding, images
+from backstash.ops.layout import Rounding, images, zvc_chunks
 from backstash.policies.base import Policy, knows_room
 from backstash.redeem import accumulation, linear, table
 from backstash.remake import calls, fused, onepass, patterns
@@ -49,6 +50,7 @@ from backstash.replay.program import (
     Script,
     ValueFate,
     ValueProgram,
+    ZvcPlanes,
 )
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash import parameters
@@ -192,7 +194,7 @@ class Recorder:
     """
 
     def __init__(self, names: Names, tape: CallTape, type_of_node: Callable[[Any], int]) -> None:
-        self._names, self.tape, self._type_of_node = names, tape, type_of_node
+        self.names, self.tape, self._type_of_node = names, tape, type_of_node
         self.entries: list[_Entry] = []
         self.calls: list[_Call] = []
         self.refusal = ""
@@ -335,7 +337,7 @@ class Recorder:
         """The scalars of a node on which it depends what is known of it."""
         if saved.place is None:
             return ()
-        for known in (known for variants in self._names.learned.nodes.values() for known in variants):
+        for known in (known for variants in self.names.learned.nodes.values() for known in variants):
             if any(place is saved.place for place in known.places):
                 return known.asked
         self.refuse("a saved tensor is in no place that is remembered")
@@ -397,8 +399,8 @@ class _Writer:
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
-        rest = self._min_nbytes, self._settings, counted, copied, self._fetching, self._fetches(values)
-        return Script(saves, values, written, len(self._registers), *rest)
+        facts = self._min_nbytes, self._settings, counted, copied, self._recorder.names.counted()
+        return Script(saves, values, written, len(self._registers), *facts, self._fetching, self._fetches(values))
 
     def _fetches(self, values: list[ValueProgram]) -> tuple[str, ...]:
         """When moved values are asked for, as text: what backward read in the step before, or what is planned."""
@@ -566,7 +568,8 @@ class _Writer:
                 value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
         is_told = self._policy.observes_changes and not self._policy.is_fixed  # of other bytes than before
         if type(codec) is Zvc and codec.values is None and is_here and not is_told:
-            value.is_zvc, value.least_saving = True, codec.min_saving
+            runs, run, step = runs_within(spec.numel)
+            value.zvc = ZvcPlanes(runs, run, step, codec.most_nonzeros(runs * run, spec.dtype), zvc_chunks(spec.numel))
 
     def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
         if stored.state.form is not None or recipe.from_statistics:

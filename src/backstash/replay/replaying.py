@@ -270,7 +270,6 @@ class Replaying:
             recorder.refuse("the policy may say something else in each pass")
         try:
             learned.script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
-            learned.script.counts = session._names.counted()
             learned.read = native.script(learned.script)
             learned.script.copied.clear()
             learned.refusal = ""
