@@ -261,3 +261,17 @@ print(gc.get_stats()[2]["collections"] - before)
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"
+
+
+def test_recipes_are_proven_in_the_step_in_which_the_profiler_warms_up() -> None:
+    """So the second step under a plan is counted already."""
+    session, model = Budgeted("95%", min_nbytes=256), Cells()
+    under_plan = 0
+    while not session.found.reached_nbytes:
+        with session:
+            loss = model(torch.randn(16, 32)).square().mean()
+        under_plan += session.found.plan is not None
+        loss.backward()
+        assert under_plan < 8, str(session.found)
+    session.close()
+    assert under_plan == 2
