@@ -186,30 +186,6 @@ PyObject* handle_torch_function(PyObject*, PyObject* const* args, Py_ssize_t num
     END_HANDLE_TH_ERRORS
 }
 
-// A module's call begins; whether a pass in progress has noted it.
-PyObject* replayer_enter(PyObject* self, PyObject* module) {
-    const auto& run = replayer_of(self).run;
-    return PyBool_FromLong(run != nullptr && enter_module(*run, module));
-}
-
-// What happened to modules in the pass that is about to end: the module whose call began, or None, whether autograd
-// recorded, and how many saves there were before; and how many there are.
-PyObject* replayer_modules(PyObject* self, PyObject*) {
-    HANDLE_TH_ERRORS
-    const auto& run = replayer_of(self).ending;
-    TORCH_CHECK(run != nullptr, "no pass is about to end");
-    const Object all = Object::taken(PyList_New(0));
-    for (const Entrance& each : run->modules) {
-        PyObject* module = each.module.is_none() ? Py_None : each.module.get();
-        const Object one = Object::taken(Py_BuildValue("(OOn)", module, each.is_recording ? Py_True : Py_False,
-                                                       static_cast<Py_ssize_t>(each.at)));
-        if (PyList_Append(all.get(), one.get()) != 0) throw python_error();
-    }
-    // Without the saves of a call that is not over, which are named when it is.
-    return Py_BuildValue("(On)", all.get(), static_cast<Py_ssize_t>(run->next_save - run->current.size()));
-    END_HANDLE_TH_ERRORS
-}
-
 PyObject* replayer_watch(PyObject* self, PyObject* otherwise) {
     replayer_of(self).otherwise = Object(otherwise);
     Py_RETURN_NONE;
@@ -236,7 +212,6 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     replayer.session->stashed_nbytes = replayer.session->needed_nbytes = 0;
     run->taken->resize(run->values.size());
     replayer.taken = run->taken;
-    follow(run);
     replayer.run = std::move(run);
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
@@ -298,9 +273,11 @@ PyObject* replayer_number(PyObject* self, void* which) {
 
 PyObject* replayer_is_running(PyObject* self, void*) { return PyBool_FromLong(replayer_of(self).run != nullptr); }
 
-PyObject* replayer_is_inside(PyObject* self, void*) {
+// How many tensors the pass that is about to end has saved, without those of a call that is not over, which are named when
+// it is.
+PyObject* replayer_named_saves(PyObject* self, void*) {
     const auto& run = replayer_of(self).ending;
-    return PyBool_FromLong(run != nullptr && run->depth != 0);
+    return PyLong_FromSize_t(run == nullptr ? 0 : run->next_save - run->current.size());
 }
 
 PyObject* replayer_place(PyObject* self, void*) {
@@ -334,8 +311,6 @@ PyMethodDef replayer_methods[] = {
      "Calls a torch function of a pass in progress, or has it watched on the long way."},
     {"begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_begin)), METH_FASTCALL,
      "A forward pass begins that is to go as a script says."},
-    {"enter", replayer_enter, METH_O, "A module's call begins; whether a pass in progress has noted it."},
-    {"modules", replayer_modules, METH_NOARGS, "What happened to modules in the pass that is about to end."},
     {"watch", replayer_watch, METH_O, "Takes what watches functions where no pass is in progress."},
     {"end", replayer_end, METH_O, "It has ended."},
     {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
@@ -352,7 +327,7 @@ PyGetSetDef replayer_attributes[] = {
     {"peak_nbytes", replayer_number, nullptr, "the most bytes so far", reinterpret_cast<void*>(2)},
     {"alive", replayer_number, nullptr, "how many packed tensors there are", reinterpret_cast<void*>(3)},
     {"is_running", replayer_is_running, nullptr, "whether a pass is in progress", nullptr},
-    {"is_inside", replayer_is_inside, nullptr, "whether a module is running as the pass is about to end", nullptr},
+    {"named_saves", replayer_named_saves, nullptr, "how many tensors the pass that is about to end has named", nullptr},
     {"place", replayer_place, nullptr, "how many saves and calls of it there were", nullptr},
     {"kinds", replayer_kinds, nullptr, "of functions", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -510,10 +485,6 @@ PyObject* read_one(PyObject*, PyObject* const* args, Py_ssize_t number) {
 
 PyObject* is_traced_now(PyObject*, PyObject*) { return PyBool_FromLong(is_traced()); }
 
-PyObject* enter_a_module(PyObject*, PyObject* module) { return PyBool_FromLong(enter_module(module)); }
-
-PyObject* leave_a_module(PyObject*, PyObject*) { return PyBool_FromLong(leave_module()); }
-
 PyObject* is_odd_tensor(PyObject*, PyObject* x) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(THPVariable_Check(x), "is_odd takes a tensor");
@@ -541,8 +512,6 @@ PyMethodDef functions[] = {
     {"hold", BACKSTASH_FAST(hold_one), METH_FASTCALL, "Holds a tensor with its version: see held.Holding."},
     {"read", BACKSTASH_FAST(read_one), METH_FASTCALL, "Reads what was held: see held.Reading."},
     {"is_traced", is_traced_now, METH_NOARGS, "See torch_internals.is_traced."},
-    {"enter_module", enter_a_module, METH_O, "Whether a known pass on this thread has noted that a module's call begins."},
-    {"leave_module", leave_a_module, METH_NOARGS, "Whether it has noted that the latest one's call has ended."},
     {"is_odd", is_odd_tensor, METH_O, "See saved.is_odd."},
     {nullptr, nullptr, 0, nullptr},
 };

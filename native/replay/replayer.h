@@ -31,9 +31,5 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
 void break_run(Replayer& replayer);
 void end_run(Replayer& replayer, bool is_left);
 
-void follow(const std::shared_ptr<Run>& run);  // the pass in progress on this thread, whose modules are noted
-bool enter_module(Run& run, PyObject* module);
-bool enter_module(PyObject* module);           // inside of one that was noted
-bool leave_module();
 
 }  // namespace backstash::replay

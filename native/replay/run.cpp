@@ -731,8 +731,6 @@ Slot::~Slot() {
 
 namespace {
 
-thread_local std::weak_ptr<Run> followed;
-
 void tell_end(Replayer& replayer, const std::shared_ptr<Run>& run, bool is_broken, bool in_call) {
     replayer.ending = run;
     PyObject* told = PyObject_CallFunctionObjArgs(run->session->before_end.get(), is_broken ? Py_True : Py_False,
@@ -742,27 +740,6 @@ void tell_end(Replayer& replayer, const std::shared_ptr<Run>& run, bool is_broke
 }
 
 }  // namespace
-
-void follow(const std::shared_ptr<Run>& run) { followed = run; }
-
-bool enter_module(Run& run, PyObject* module) {
-    run.modules.push_back({Object(module), at::GradMode::is_enabled(), run.next_save});
-    ++run.depth;
-    return true;
-}
-
-bool enter_module(PyObject* module) {
-    const auto run = followed.lock();
-    return run != nullptr && run->depth != 0 && enter_module(*run, module);
-}
-
-bool leave_module() {
-    const auto run = followed.lock();
-    if (run == nullptr || run->depth == 0) return false;
-    run->modules.emplace_back();
-    --run->depth;
-    return true;
-}
 
 void break_run(Replayer& replayer) {
     const std::shared_ptr<Run> run = std::move(replayer.run);

@@ -188,13 +188,6 @@ struct Snapshot {
     at::Tensor copy;
 };
 
-// A call of a module that has begun, or the end of the latest one (then there is no module).
-struct Entrance {
-    Object module;
-    bool is_recording = false;  // by autograd
-    size_t at = 0;              // how many saves there were before
-};
-
 // A forward pass in progress.
 struct Run {
     std::shared_ptr<const Script> script;
@@ -211,8 +204,6 @@ struct Run {
     std::map<long, std::vector<int>> due;
     std::vector<int> order;  // of the values that are decided on
     std::vector<Object> current;  // packed in the call in progress
-    std::vector<Entrance> modules;  // whose calls have begun and ended: Note: [modules of known passes] in names.py
-    int depth = 0;                  // how many of them are in progress
     std::unordered_map<const void*, int> pending;
     std::unordered_map<const void*, std::vector<Snapshot>> snapshots;
     std::unordered_map<const void*, std::vector<std::weak_ptr<Slot>>> leaning;

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from backstash import graphs, policies
 from backstash import stores as all_stores
 from backstash.arguments import check_arguments, replanned
-from backstash.capture import hooks, learned, leaving
+from backstash.capture import hooks, learned, leaving, modules
 from backstash.capture.forward import Forward
 from backstash.capture.names import Names
 from backstash.capture.naming import packed_by
@@ -354,16 +354,20 @@ class Session:
         if self._names.is_outside:
             with no_torch_function():
                 self._enter_root(module if self._names.model is None else self._names.model)
-        if self._replaying is None or not self._replaying.enter(module):
+        if self._replaying is None or not self._replaying.is_running:
             self._names.enter(None if self._forward.is_idle else module)
+        elif self._replaying.enter(module) and not self._names.learned.runs_elsewhere:
+            modules.rest(module)
 
-    def leave_module(self) -> None:
+    def leave_module(self, module: nn.Module) -> None:
         """It has returned or raised."""
-        self._names.leave()
+        if self._replaying is not None:
+            self._replaying.leave(module)
+        self._names.leave(module)
 
     def ran_elsewhere(self) -> None:
         """A module ran with grad mode on a thread that has no Session."""
-        self._elsewhere = True
+        self._elsewhere = self._names.learned.runs_elsewhere = True
 
     def begin_cycles(self) -> None:
         """The next forward pass is the first one of a step of several passes (Note: [calls apart] in names.py)."""

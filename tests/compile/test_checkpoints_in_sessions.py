@@ -100,6 +100,43 @@ def test_programs_that_compile_nothing_recompute_without_hooks() -> None:
     assert seen == [(1, 1), (0, 0)]
 
 
+class Checkpointing(nn.Module):
+    """A few layers, and a block in a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Tanh())
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoints.checkpoint(self.block, self.layers(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_is_compiled_first_in_a_settled_pass_is_recomputed_by_the_same_graph(is_inside: bool) -> None:
+    assert not has_compiled()
+    gradients = []
+    for session in (Session("lossless", min_nbytes=0, stop_if_useless=False), None):
+        torch.manual_seed(0)
+        model = Checkpointing()
+        for step in range(9):
+            if step == 7:
+                model.block.compile(backend="aot_eager")
+            before = compile_counters()["stats"]["unique_graphs"]
+            with session or nullcontext():
+                loss = model(torch.randn(64, 32)).square().mean()
+                assert session is None or step != 6 or session._is_replayed
+                if is_inside:
+                    loss.backward()
+            if not is_inside:
+                loss.backward()
+            if step == 7 and session is not None:
+                assert compile_counters()["stats"]["unique_graphs"] == before + 1
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(map(torch.equal, *gradients))
+    assert not any(HOOKS)
+
+
 def test_torchs_own_hooks_are_back_after_the_session() -> None:
     before = checkpoints._checkpoint_hook  # type: ignore[attr-defined]
     with Session(), pytest.raises(RuntimeError, match="on purpose"):

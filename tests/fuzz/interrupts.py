@@ -383,6 +383,8 @@ class Trial:
 
     def run(self) -> list[str]:
         """Runs the training; returns what is wrong with it."""
+        # Python keeps the locals of traced frames for longer, so that a step may take more than its budget.
+        warnings.filterwarnings("ignore", message="training within .* was asked for")
         sys.unraisablehook = self._lose
         loop = LOOPS[self.name]()
         torch.manual_seed(1)
@@ -489,11 +491,13 @@ def left_behind() -> list[str]:
         found.append("a function mode is left")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         found.append("saved-tensor hooks are left")
-    if modules.is_active() or modules.are_installed() or transforms._open:
+    if modules.is_active() or modules._listeners or modules._kept or transforms._open:
         found.append("a Session is open")
     globals_of = nn.modules.module
     if globals_of._global_forward_pre_hooks or globals_of._global_forward_hooks:
         found.append("a module hook is left")
+    if modules._resting is not None or any("__call__" in vars(kind) for kind in modules._FUSED):
+        found.append("modules are waited for that have returned")
     if not torch.is_grad_enabled():
         found.append("grad mode is off")
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled():

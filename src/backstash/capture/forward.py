@@ -260,7 +260,7 @@ class Forward:
             counted[0] += 1
             call, row = self._call, None
             if call is not None:
-                row = call.next_row(x, self._names.frames[-1].fqn)
+                row = call.next_row(x, self._names.current.fqn)
                 if call.is_over:
                     self._call = None
             inner = x if type(x) in PLAIN else wrapped.inner_tensor(x)

@@ -157,6 +157,7 @@ class Learned:
         peak_nbytes: the most bytes that such a step has held on the device.
         worth: whether what Sessions do is worth their time.
         passes: what is known of its forward passes.
+        runs_elsewhere: whether a module was called with grad mode on a thread that has no Session.
     """
 
     __slots__ = (
@@ -174,13 +175,14 @@ class Learned:
         "noting",
         "passes",
         "peak_nbytes",
+        "runs_elsewhere",
         "saves_little",
         "step",
         "worth",
     )
 
     def __init__(self) -> None:
-        self.assigns_data = False
+        self.assigns_data = self.runs_elsewhere = False
         self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}
         self.limit = Limit(MANY_NODES, MOST_NODES)
         self.noting: Any = None

@@ -8,10 +8,18 @@ Note: [fused layers]
     Torch's attention and transformer layers compute by one fused function where no gradient is asked for, but not where
     a function mode is active, as the one that observes is. The results differ in their last bits, and at padded places
     altogether. So inside such a layer, a teacher's for example, that mode is away: nothing is saved there.
+
+Note: [no hooks in known passes]
+    A module that finds a hook takes a longer way through its call, and the two hooks take as long again. In a pass that
+    is known nobody asks for names, so the hooks are away (``rest``) until the outermost module has returned. They come
+    back early (``wake``) when the pass goes on the long way, and before a fused layer in evaluation. Which calls are in
+    progress then is seen in Python's stack (``calls_in_progress``). The outermost module tells of its end by a hook of
+    its own, which is registered for that call. Nobody rests if anything was compiled or there are several Sessions.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from backstash.interpreter import enter_module, is_traced, leave_module
+from backstash.interpreter import is_traced
 from backstash.torch_internals import (
     compiler,
     count_function_modes,
@@ -38,7 +46,7 @@ class ModuleListener(Protocol):
     def enter_module(self, module: nn.Module) -> None:
         """The module's forward is about to run on the listener's thread."""
 
-    def leave_module(self) -> None:
+    def leave_module(self, module: nn.Module) -> None:
         """It has returned or raised."""
 
     def ran_elsewhere(self) -> None:
@@ -52,6 +60,12 @@ _numbers: tuple[int, int] | None = None
 
 _kept: set[object] = set()
 """Who asks for the hooks although nobody listens."""
+
+_resting: nn.Module | None = None
+"""Until whose call ends no hooks are called."""
+
+_hooked: nn.Module | None = None
+"""Which module has a hook of its own that tells of that end."""
 
 _lock = threading.Lock()
 
@@ -94,7 +108,9 @@ def unlisten(listener: ModuleListener | None, is_here: bool) -> None:
     if is_here:
         for name in ("enter", "leave", "suspended", "is_open"):
             _active.__dict__.pop(name, None)
+    wake()
     with _lock:
+        _unhook()
         if _listeners.pop(id(listener), None) is None and listener is None:
             return
         if not _listeners and not _kept:
@@ -116,7 +132,77 @@ def remove_pre_hook(hook: Hook) -> None:
 
 def are_installed() -> bool:
     """Whether modules call the hooks."""
-    return bool(_listeners or _kept)
+    return _numbers is not None and nn.modules.module._global_forward_hooks.get(_numbers[1]) is _leave
+
+
+def rest(root: nn.Module) -> None:
+    """No hooks are called until ``root``, whose call has just begun, returns (Note: [no hooks in known passes])."""
+    global _resting, _hooked
+    if not root._modules or isinstance(root, (torch.jit.ScriptModule, *_FUSED)):
+        return
+    with _lock:
+        if _kept or len(_listeners) != 1 or _resting is not None or _numbers is None:
+            return
+        _unhook()
+        _resting = _hooked = root  # first: if this is interrupted, all of it is undone
+        root._forward_hooks_always_called[_numbers[1]] = True
+        root._forward_hooks[_numbers[1]] = _end_rest
+        _uninstall()
+        for kind in _FUSED:
+            kind.__call__ = _call_fused  # type: ignore[method-assign]
+
+
+def wake() -> None:
+    """The hooks are called again; nothing happens if they are."""
+    global _resting
+    if _resting is None:
+        return
+    with _lock:
+        for kind in _FUSED:
+            if "__call__" in vars(kind):
+                del kind.__call__
+        if _listeners or _kept:
+            _install()
+        if sys.exc_info()[0] is None:  # else torch may be going through the module's hooks
+            _unhook()
+        _resting = None  # last: what is interrupted before that is done again
+
+
+def _unhook() -> None:
+    global _hooked
+    if _hooked is not None and _numbers is not None:
+        _hooked._forward_hooks.pop(_numbers[1], None)
+        _hooked._forward_hooks_always_called.pop(_numbers[1], None)
+    _hooked = None
+
+
+def _end_rest(module: nn.Module, args: Any, output: Any) -> None:
+    if module is _resting:
+        is_told = are_installed()  # by somebody else
+        wake()
+        if not is_told:
+            _leave(module, args, output)
+
+
+def _call_fused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a fused layer: in evaluation the observer has to be away (Note: [fused layers])."""
+    if not module.training:
+        wake()
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def calls_in_progress(thread: int) -> list[tuple[nn.Module, int]]:
+    """The modules whose calls are in progress on a thread, the outermost first, each with a number of that call."""
+    found: list[tuple[nn.Module, int]] = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append((frame.f_locals["self"], id(frame)))
+        frame = frame.f_back
+    return found[::-1]
 
 
 def keep(asking: object) -> None:
@@ -164,8 +250,6 @@ def _enter(module: nn.Module, args: Any) -> None:
         return  # Note: [transforms] in transforms.py
     if isinstance(module, _FUSED) and not module.training:
         _suspend(module, args)
-    if enter_module(module):
-        return
     enter = getattr(_active, "enter", None)
     if enter is not None:
         enter(module)
@@ -179,10 +263,9 @@ def _enter(module: nn.Module, args: Any) -> None:
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
         return  # Note: [transforms] in transforms.py
-    if not leave_module():
-        leave = getattr(_active, "leave", None)
-        if leave is not None:
-            leave()
+    leave = getattr(_active, "leave", None)
+    if leave is not None:
+        leave(module)
     if isinstance(module, _FUSED) and getattr(_active, "suspended", (None,))[0] is module:
         push_function_mode(_active.__dict__.pop("suspended")[1])
 

@@ -17,11 +17,13 @@ Note: [calls apart]
     passes is known.
 
 Note: [modules of known passes]
-    In a pass that runs a script nobody asks for names, so module calls are only written down, in C++ (native/replay).
-    They are told here when the pass ends if names may be asked for inside of a module then: it was given back, or it
-    ends there. What each call in progress has saved is counted as well. Else the values that the rest of a module saves
-    would have the keys of those before them. Where keys tell calls apart, and the pass ends outside of modules, calls
-    are counted as they were in the pass that was written down.
+    In a pass that runs a script nobody asks for names, so nobody hears of module calls (Note: [no hooks in known
+    passes] in modules.py). Names may be asked for inside of a module when the pass ends: it was given back, or it ends
+    there. Then the calls in progress are found in Python's stack, and those before them are taken from the pass that
+    was written down. What each call in progress has saved is counted as well. Else the values that the rest of a module
+    saves would have the keys of those before them. No hook tells when such a call ends, so Python's stack is looked at
+    once more before anything is named in it. Where the pass ends outside of modules, calls are counted as they were in
+    the pass that was written down, if keys tell calls apart.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash import formulas
+from backstash.capture import modules
 from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
 from backstash.stash.place import Place
@@ -48,13 +51,36 @@ There are several where a module is called more than once in a step, or where st
 
 
 class Frame:
-    """A module call in progress: its path, what keys call it, and how many nodes of each op and calls it has made."""
+    """A module call in progress.
 
-    __slots__ = ("counts", "fqn", "label")
+    Attributes:
+        fqn: the path of the module.
+        label: what keys call it.
+        module: the module's id; 0 for none.
+        call: which one it is of :func:`~backstash.capture.modules.calls_in_progress`, if it was found there.
+        counts: how many nodes of each op it has made, and how many calls of each function.
+    """
 
-    def __init__(self, fqn: str, label: str) -> None:
-        self.fqn, self.label = fqn, label
+    __slots__ = ("call", "counts", "fqn", "label", "module")
+
+    def __init__(self, fqn: str, label: str, module: int = 0) -> None:
+        self.fqn, self.label, self.module = fqn, label, module
+        self.call: int | None = None
         self.counts: dict[Any, int] = {}  # by the name of an op, or the function
+
+
+class ModuleEvent(NamedTuple):
+    """A module's call has begun, or the latest one has ended.
+
+    Attributes:
+        path: of the module; None where a call has ended.
+        is_recording: whether autograd recorded.
+        at: how many tensors were saved before.
+    """
+
+    path: str | None
+    is_recording: bool
+    at: int
 
 
 class CallCounts(NamedTuple):
@@ -145,8 +171,11 @@ class Names:
         "_found",
         "_has_whole_steps",
         "_is_fresh",
+        "_noted",
         "_paths",
         "_root",
+        "_saves",
+        "_thread",
         "frames",
         "learned",
         "model",
@@ -166,11 +195,14 @@ class Names:
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._root: weakref.ref[nn.Module] | None = None
         self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
+        self._noted: list[ModuleEvent] = []
+        self._saves: Callable[[], int] | None = None  # how many there were, while calls are noted
+        self._thread = 0
         self.learned = Learned()
 
     def count_call(self, function: Any) -> tuple[str, int]:
         """The label of the module call that runs, and how many calls of a function there were in it before this one."""
-        frame = self.frames[-1]
+        frame = self.current
         number = frame.counts.get(function, 0)
         frame.counts[function] = number + 1
         return frame.label, number
@@ -180,13 +212,34 @@ class Names:
     @property
     def is_outside(self) -> bool:
         """Whether no module is running."""
+        self._leave_ended()
         return len(self.frames) == 1
+
+    @property
+    def current(self) -> Frame:
+        """The module call in progress; the first frame where there is none."""
+        self._leave_ended()
+        return self.frames[-1]
+
+    def _leave_ended(self) -> None:
+        """Leaves calls that were found and have ended (Note: [modules of known passes])."""
+        if self.frames[-1].call is not None:
+            running = {call for _, call in modules.calls_in_progress(self._thread)}
+            while self.frames[-1].call is not None and self.frames[-1].call not in running:
+                self.frames.pop()
 
     def enter(self, module: nn.Module | None) -> None:
         """A module's forward begins; None where nothing will be named in it."""
         if module is None:
             self.frames.append(self.frames[0])
             return
+        self._leave_ended()
+        path = self._path_of(module)
+        if self._saves is not None:
+            self._noted.append(ModuleEvent(path, torch.is_grad_enabled(), self._saves()))
+        self._begin_call(path, id(module), torch.is_grad_enabled())
+
+    def _path_of(self, module: nn.Module) -> str:
         found = self._found.get(id(module))
         if found is None or found[0]() is not module:
             if module not in self._paths and self._root is not None:  # it was put into the model since
@@ -196,34 +249,69 @@ class Names:
             if module not in self._paths:
                 self._learn_paths(module, prefix=type(module).__name__)
             self._found[id(module)] = found = weakref.ref(module), self._paths[module]
-        self.frames.append(Frame(found[1], found[1] if self._cycles is None else self._label(found[1])))
+        return found[1]
 
-    def _label(self, path: str) -> str:
-        """Note: [calls apart]."""
-        if torch.is_grad_enabled():  # else nothing is saved
-            self._calls[path] += 1
-        call = self._calls[path]
-        return f"{path}{f'@{call}' if call > 1 else ''}{self.frames[0].label}"
+    def _begin_call(self, path: str, module: int, is_recording: bool) -> None:
+        label = path
+        if self._cycles is not None:  # Note: [calls apart]
+            if is_recording:  # else nothing is saved
+                self._calls[path] += 1
+            call = self._calls[path]
+            label = f"{path}{f'@{call}' if call > 1 else ''}{self.frames[0].label}"
+        self.frames.append(Frame(path, label, module))
+
+    def note_calls(self, saves: Callable[[], int]) -> None:
+        """Notes module calls from now on.
+
+        Args:
+            saves: how many tensors were saved until then.
+        """
+        self._saves = saves
+        self._noted = [ModuleEvent(frame.fqn, True, 0) for frame in self.frames[1:]]
+
+    def noted_calls(self) -> tuple[ModuleEvent, ...]:
+        """The module calls that were noted, which no more are from now on."""
+        noted, self._noted, self._saves = tuple(self._noted), [], None
+        return noted
 
     def follow(
-        self, happened: Iterable[tuple[nn.Module | None, bool, int]], saved: Sequence[SavedTensor | None]
+        self,
+        noted: Iterable[ModuleEvent],
+        saved: Sequence[SavedTensor | None],
+        running: Sequence[tuple[nn.Module, int]],
+        thread: int,
     ) -> None:
         """Hears late of module calls, and of what was saved in them (Note: [modules of known passes]).
 
         Args:
-            happened: calls that have begun, each with whether autograd recorded, and how many tensors were saved before
-                it; and (None) that have ended.
-            saved: facts about these tensors; None where nobody named them.
+            noted: the module calls of the pass that was written down.
+            saved: facts about what this one has saved until now; None where nobody named a tensor.
+            running: the calls in progress: see :func:`~backstash.capture.modules.calls_in_progress`.
+            thread: in which they are.
         """
-        begins = [0] * len(self.frames)
-        for module, is_recording, begin in happened:
-            if module is None:
-                self.leave()
-                del begins[len(self.frames) :]
-                continue
-            with torch.set_grad_enabled(is_recording):
-                self.enter(module)
-            begins.append(begin)
+        del self.frames[1:]
+        self._thread = thread
+        paths, begins = [self._path_of(module) for module, _ in running], [0]
+        for path, is_recording, at in noted:
+            if at > len(saved) or (at == len(saved) and self._running() == paths):
+                break
+            if path is not None:
+                self._begin_call(path, 0, is_recording)
+                begins.append(at)
+            elif len(self.frames) > 1:
+                self.frames.pop()
+                begins.pop()
+        same = 0
+        for known, path in zip(self._running(), paths, strict=False):
+            if known != path:
+                break
+            same += 1
+        del self.frames[same + 1 :], begins[same + 1 :]
+        for path in paths[same:]:
+            self._begin_call(path, 0, torch.is_grad_enabled())
+            begins.append(len(saved))
+        for frame, (module, call) in zip(self.frames[1:], running, strict=True):
+            frame.module, frame.call = id(module), call
         for frame, begin in zip(self.frames, begins, strict=True):
             for facts in saved[begin:]:
                 number = None if facts is None else facts.number_in(frame.label)
@@ -239,10 +327,18 @@ class Names:
         self._calls = counts.calls.copy()
         self.frames[0].counts = dict(counts.outside)
 
-    def leave(self) -> None:
+    def _running(self) -> list[str]:
+        return [frame.fqn for frame in self.frames[1:]]
+
+    def leave(self, module: nn.Module) -> None:
         """It has returned or raised."""
-        if len(self.frames) > 1:
-            self.frames.pop()
+        for at in range(len(self.frames) - 1, 0, -1):
+            frame = self.frames[at]
+            if frame.module == id(module) or frame is self.frames[0]:  # or nothing was named in it
+                del self.frames[at:]
+                if self._saves is not None:
+                    self._noted.append(ModuleEvent(None, False, self._saves()))
+                return
 
     def enter_root(self, module: nn.Module) -> None:
         """A module is called outermost: paths below it start there."""
@@ -306,7 +402,7 @@ class Names:
             The places, and whether they are those of an earlier step (Note: [known nodes]).
         """
         op = formulas.op_of(node)
-        frame = self.frames[-1]
+        frame = self.current
         self._is_fresh = False
         number = frame.counts.get(op, 0)
         frame.counts[op] = number + 1
@@ -335,7 +431,7 @@ class Names:
     def unknown_place(self, saved: Saved) -> tuple[Place, bool]:
         """The place of a tensor of which no node was found that has saved it, and whether it is an earlier step's."""
         assert saved.dense is not None
-        frame = self.frames[-1]
+        frame = self.current
         self._is_fresh = False
         number = frame.counts.get("?", 0)
         frame.counts["?"] = number + 1

@@ -4,7 +4,7 @@ Note: [interpreter]
     A settled pass is run in C++ against torch's own classes (native/replay, and backstash/replay, which writes its
     scripts). So a library fits one torch and one Python, and another one is not loaded. Between the kernels of a step
     the interpreter of Python finds its caches cold, and takes a microsecond for a function of a few lines. So what an
-    idle Session does, and what is asked of every saved tensor and module, is there as well. Everything works without
+    idle Session does, and what is asked of every saved tensor, is there as well. Everything works without
     the library, slower; ``backstash doctor`` says whether there is one. ``BACKSTASH_KERNELS=reference`` does without.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from backstash import saved, torch_internals
 from backstash.ops.cpu import library
@@ -39,12 +39,6 @@ is_traced: Callable[[], bool] = torch_internals.is_traced if module is None else
 
 is_odd: Callable[[Tensor], bool] = saved.is_odd if module is None else module.is_odd
 """As :func:`backstash.saved.is_odd`."""
-
-enter_module: Callable[[nn.Module], bool] = (lambda _: False) if module is None else module.enter_module
-"""Whether a known pass on this thread has noted that a module's call begins, so that nobody else need be told."""
-
-leave_module: Callable[[], bool] = (lambda: False) if module is None else module.leave_module
-"""The same of the end of the latest one's call."""
 
 Lock: Callable[[], Any] = threading.RLock if module is None else module.Lock
 """A lock that a thread may take again: a context manager."""

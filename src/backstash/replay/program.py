@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.capture.names import CallCounts
+from backstash.capture.names import CallCounts, ModuleEvent
 from backstash.saved import Mask, SavedTensor, TensorSpec
 
 NOTHING = TensorSpec((), (), torch.float32, torch.device("cpu"), 4)
@@ -395,6 +395,7 @@ class Script:
         counted: how many tensors were saved, and their bytes.
         copied: parameters of an accelerator that recipes have copied, to be copied together.
         counts: of modules' calls, and of nodes outside of modules, at the pass's end.
+        module_events: the modules' calls, as they began and ended.
         fetching: what the prefetcher is told.
         fetches: when moved values are asked for: in the order of these lines, as long as there is room, or as planned.
     """
@@ -408,6 +409,7 @@ class Script:
     counted: tuple[int, int]
     copied: list[Tensor]
     counts: CallCounts
+    module_events: tuple[ModuleEvent, ...]
     fetching: Fetching = Fetching.NOTHING
     fetches: tuple[str, ...] = ()
 

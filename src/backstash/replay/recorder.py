@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backstash import repeatable
 from backstash.capture.forward import Forward
-from backstash.capture.names import Names
+from backstash.capture.names import ModuleEvent, Names
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.narrow.codec import Narrow
@@ -201,6 +201,12 @@ class Recorder:
         self._open: _Call | None = None
         self._by_saved: dict[int, int] = {}
         self._packed: dict[int, int] = {}  # small ones, by the id of what was packed
+        self.module_events: tuple[ModuleEvent, ...] = ()
+        names.note_calls(lambda: len(self.entries))
+
+    def end(self) -> None:
+        """Nothing more happens in the pass."""
+        self.module_events = self.names.noted_calls()
 
     def copied(self) -> list[weakref.ref[Tensor]]:
         """Parameters of an accelerator that the pass has copied."""
@@ -399,8 +405,9 @@ class _Writer:
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
-        facts = self._min_nbytes, self._settings, counted, copied, self._recorder.names.counted()
-        return Script(saves, values, written, len(self._registers), *facts, self._fetching, self._fetches(values))
+        settings = self._min_nbytes, self._settings, counted, copied
+        told = self._recorder.names.counted(), self._recorder.module_events, self._fetching, self._fetches(values)
+        return Script(saves, values, written, len(self._registers), *settings, *told)
 
     def _fetches(self, values: list[ValueProgram]) -> tuple[str, ...]:
         """When moved values are asked for, as text: what backward read in the step before, or what is planned."""

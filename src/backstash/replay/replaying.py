@@ -32,6 +32,7 @@ Note: [moves]
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash import interpreter, repeatable
-from backstash.capture import naming, observer
+from backstash.capture import modules, naming, observer
 from backstash.capture.forward import Forward
 from backstash.capture.learned import Passes
 from backstash.capture.names import scalar_of
@@ -115,6 +116,8 @@ class Replaying:
         self._unnamed: list[tuple[Any, Saved]] = []
         self._is_stale = False  # what the script says of a value is no longer so
         self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
+        self._outermost: int | None = None  # the id of the module, in whose call a known pass is
+        self._thread = 0  # of that call
         self._policy, self._stores = session.policy, session.stores
         self._prefetcher = forward._live.prefetcher
         self._learned = Passes()
@@ -201,6 +204,7 @@ class Replaying:
             others_nbytes: bytes that values hold which went the long way.
         """
         self.abandon()
+        self._outermost = None
         self._learned, self._is_over = learned, False
         if learned.read is not None:
             is_same = learned.revision is self._policy.revision
@@ -231,8 +235,16 @@ class Replaying:
         self._tape.contents.describes = True
 
     def enter(self, module: nn.Module) -> bool:
-        """A module's call begins; whether a known pass has noted it."""
-        return bool(self._native.enter(module))
+        """A module's call begins in a known pass; whether it is the outermost one."""
+        if self._outermost is not None:
+            return False
+        self._outermost, self._thread = id(module), threading.get_ident()
+        return True
+
+    def leave(self, module: nn.Module) -> None:
+        """It has ended."""
+        if self._outermost == id(module):
+            self._outermost = None
 
     def abandon(self) -> None:
         """Nothing is written down, or run, of the pass in progress."""
@@ -243,6 +255,7 @@ class Replaying:
     def _end_recording(self) -> Recorder | None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
+            recorder.end()
             self._forward.__class__, self._forward.recorder = Forward, None
             self._tape.contents.describes = False
         return recorder
@@ -343,12 +356,16 @@ class Replaying:
     def _before_end(self, is_broken: bool, in_call: bool) -> None:
         replace_dispatch_to_modes(dispatch_to_modes)
         self._is_over = True
+        modules.wake()
         session = self._session()
         if session is not None:
-            if is_broken or self._native.is_inside:
-                happened, saves = self._native.modules()
-                facts = [None if save.place is None else save.place.facts for save in self._running.saves[:saves]]
-                session._names.follow(happened, facts)
+            if is_broken or self._outermost is not None:
+                running = [] if self._outermost is None else modules.calls_in_progress(self._thread)
+                while running and id(running[0][0]) != self._outermost:
+                    del running[0]
+                saves = self._running.saves[: self._native.named_saves]
+                facts = [None if save.place is None else save.place.facts for save in saves]
+                session._names.follow(self._running.module_events, facts, running, self._thread)
             elif self._policy.cycles is not None:
                 session._names.count_as(self._running.counts)
             if is_broken:

@@ -342,7 +342,7 @@ class _Outermost:
             state.set_gradients_aside()
         self._depth += 1
 
-    def leave_module(self) -> None:
+    def leave_module(self, module: nn.Module) -> None:
         """Notes that it is over."""
         self._depth = max(0, self._depth - 1)
 

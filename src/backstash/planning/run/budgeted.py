@@ -51,7 +51,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, in_backward
+from backstash.torch_internals import current_function_mode, has_compiled, in_backward
 
 T = TypeVar("T")
 
@@ -217,7 +217,11 @@ class Budgeted(Following):
     def end_backward(self) -> None:
         """A backward pass has ended."""
         super().end_backward()
-        if self._is_new and self._is_inside and self._hook is None:  # after a plain step
+        self._hear_again()
+
+    def _hear_again(self) -> None:
+        """Hears of modules where a forward pass begins with the next one."""
+        if self._is_new and self._is_inside and self._hook is None:
             self._hear_modules()
 
     def _hear_modules(self) -> None:
@@ -313,6 +317,7 @@ class Budgeted(Following):
     def fail_backward(self) -> None:
         """A backward pass has raised."""
         super().fail_backward()
+        self._hear_again()
         error = sys.exception()
         if error is not None:
             self._tell_ranks(error)
@@ -403,8 +408,8 @@ class Budgeted(Following):
         chain, self._chain = self._chain, []
         self._begin(chain[0] if chain else module, signature)
         self._exchange(chain, module)
-        if self._open and isinstance(self._open[0], Unhooked):
-            self._ignore_modules()  # a plain step hears of no modules, which takes time
+        if not has_compiled() or (self._open and isinstance(self._open[0], Unhooked)):
+            self._ignore_modules()  # until the next pass, because to hear of each takes time
 
     def _exchange(self, chain: list[nn.Module], module: nn.Module) -> None:
         """Opens the Session that was chosen, in the place of the open one if that can be taken away."""
