@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backstash import session as session_module
 from backstash.capture import modules
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError
 from backstash.planning.measure.profiling import profile_of
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
-from backstash.planning.run import course, retry
+from backstash.planning.run import budgeted, course, retry
 from backstash.planning.run.buckets import signature_of, size_ratio
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import Planner
@@ -127,6 +128,43 @@ def test_the_first_step_of_a_larger_shape_keeps_the_budget_and_is_never_run_plai
 
 
 @pytest.mark.slow
+class FailingBackward(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("the program's own")
+
+
+def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (session_module, budgeted):
+        monkeypatch.setattr(module, "has_compiled", lambda: False)  # as other tests may have done
+    model, seen, signatures = network(), list[list[int]](), list[Any]()
+    model[3].register_forward_hook(lambda *_: seen.append(list(nn.modules.module._global_forward_pre_hooks)))
+    with Budgeted("80%", min_nbytes=0) as session:
+        for number in range(24):
+            width = 16 if number < 20 else 12
+            y = model(torch.randn(8, 3, width, width))
+            assert session.last is not None
+            signatures.append(session.last.signature)
+            if number in (17, 19):
+                with pytest.raises(ValueError, match="the program's own"):
+                    FailingBackward.apply(y).sum().backward()
+            else:
+                y.square().mean().backward()
+    assert all(len(hooks) == 1 for hooks in seen)  # the Session's own
+    assert len(set(signatures[:20])) == 1
+    assert len(set(signatures[20:])) == 1 and signatures[20] != signatures[19]
+    session.close()
+    assert_nothing_is_left()
+
+
 def test_accumulated_gradients_count() -> None:
     session = Budgeted("70%", min_nbytes=1024)
     assert_same([16] * 18, session, accumulate=3)
