@@ -82,8 +82,8 @@ class Form(ValueState):
     __slots__ = ("codec", "mask", "planes", "spec", "store", "tag", "ticket")
 
     def __init__(self, codec: Codec, mask: Mask | None, spec: TensorSpec, store: Store, ticket: Ticket) -> None:
-        super().__init__()
         self.codec, self.mask, self.spec, self.store, self.ticket = codec, mask, spec, store, ticket
+        super().__init__()
         self.tag: Tag | None = None
         self.planes: Encoded | None = None  # fetched for one reader and held for the next
 
@@ -93,7 +93,8 @@ class Form(ValueState):
         return self
 
     def __del__(self) -> None:
-        self.store.drop(self.ticket)
+        if hasattr(self, "ticket"):  # else it was interrupted while it was made
+            self.store.drop(self.ticket)
 
 
 class Remade(ValueState):
@@ -263,6 +264,8 @@ class Value:
             self.hold(None)
 
     def __del__(self) -> None:
+        if not hasattr(self, "state"):  # it was interrupted while it was made
+            return
         made = self.state.made
         remade = 0 if made is None else made.untyped_storage().nbytes()
         if not self.is_dense:
@@ -313,8 +316,6 @@ class Saved:
     __slots__ = ("__weakref__", "dense", "live", "node", "origin", "place", "round", "value", "view")
 
     def __init__(self, x: Tensor, live: Live) -> None:
-        self.live = live
-        live.add_saved()
         self.dense: Tensor | None = x.detach()
         self.origin = Origin(x)
         self.place: Place | None = None
@@ -322,6 +323,8 @@ class Saved:
         self.value: Value | None = None
         self.node: int | None = None
         self.round = 0
+        live.add_saved()
+        self.live = live  # last: the finalizer of what was interrupted before that takes nothing away
 
     @property
     def tensor(self) -> SavedTensor | None:
@@ -387,8 +390,9 @@ class Saved:
             reads.unread -= 1
 
     def __del__(self) -> None:
-        self.has_read()
-        self.live.lose(saved=1)
+        if hasattr(self, "live"):
+            self.has_read()
+            self.live.lose(saved=1)
 
 
 def version_of(x: Tensor) -> Tensor:
