@@ -31,5 +31,4 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
 void break_run(Replayer& replayer);
 void end_run(Replayer& replayer, bool is_left);
 
-
 }  // namespace backstash::replay

@@ -383,8 +383,6 @@ class Trial:
 
     def run(self) -> list[str]:
         """Runs the training; returns what is wrong with it."""
-        # Python keeps the locals of traced frames for longer, so that a step may take more than its budget.
-        warnings.filterwarnings("ignore", message="training within .* was asked for")
         sys.unraisablehook = self._lose
         loop = LOOPS[self.name]()
         torch.manual_seed(1)

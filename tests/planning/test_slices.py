@@ -23,6 +23,7 @@ from backstash.planning.run.unhooked import Unhooked
 from backstash.planning.search.greedy import Frontier, frontier
 from backstash.planning.search.planner import Planner
 from backstash.stash.value import Value
+from tests.fuzz import interrupts
 
 TICK = 0.001
 """How much later it is each time that the clock is asked."""
@@ -261,6 +262,18 @@ print(gc.get_stats()[2]["collections"] - before)
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"
+
+
+def test_what_a_program_copies_between_steps_is_in_no_step() -> None:
+    loop = interrupts.Budget()
+    for number in range(interrupts.STEPS_OF_BUDGETS):
+        copies = [x.detach().clone() for x in loop.weights]  # before those of the step before are freed
+        loop.step(number)
+        loop.update()
+    found = loop.session.found
+    loop.leave()
+    assert 0 < found.reached_nbytes <= found.budget_nbytes and not found.trouble
+    assert sum(copy.nbytes for copy in copies) > found.budget_nbytes - found.reached_nbytes
 
 
 def test_recipes_are_proven_in_the_step_in_which_the_profiler_warms_up() -> None:

@@ -118,9 +118,12 @@ def unlisten(listener: ModuleListener | None, is_here: bool) -> None:
 
 
 def add_pre_hook(hook: Hook) -> int:
-    """Has a hook called before each module's forward, in this process. Returns its number."""
+    """Has a hook called before each module's forward, and before all other hooks. Returns its number."""
     ignore_global_hooks_of_compiled_modules()
-    return nn.modules.module.register_module_forward_pre_hook(hook).id
+    number = nn.modules.module.register_module_forward_pre_hook(hook).id
+    hooks: Any = nn.modules.module._global_forward_pre_hooks  # an OrderedDict, which torch calls a dict
+    hooks.move_to_end(number, last=False)
+    return number
 
 
 def remove_pre_hook(hook: Hook) -> None:

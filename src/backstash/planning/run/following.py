@@ -220,6 +220,8 @@ class Following:
         self._advance("cycle")
         if not self.recording.is_inside:
             self._advance("safe")
+            if self._awaited == "safe":  # a record has ended, and the next one begins before the program goes on
+                self._advance("safe")
         elif self._awaited == "safe":
             self._waited += 1
             if self._waited > PATIENCE and self._course is not None:
