@@ -413,6 +413,27 @@ def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatc
     assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_budget_that_is_far_too_small_is_refused_by_one_survey(
+    is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are other processes, a thread of their library may free what the profiler does not see."""
+    profiles: list[StepProfile] = []
+
+    def counted(*args: Any, **kwargs: Any) -> StepProfile:
+        profiles.append(profile_of(*args, **kwargs))
+        return profiles[-1]
+
+    monkeypatch.setattr(course, "profile_of", counted)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: not is_alone)
+    session = hurried("1%")
+    with pytest.raises(BatchTooLargeError, match="the smallest budget that fits"):
+        trained(lambda model: session, [16] * 60)
+    assert len(profiles) == (1 if is_alone else course.MOST_SURVEYED)
+    session.close()
+    assert_nothing_is_left()
+
+
 def count_more(monkeypatch: pytest.MonkeyPatch, more: Callable[[int], int]) -> None:
     """Has steps under a plan reach more bytes than they do, by how many plans were made."""
     count = course.Course._count
