@@ -171,10 +171,20 @@ Replayer* asked_now() {
     return replayer.run == nullptr ? nullptr : &replayer;
 }
 
+// Whether it is the function in progress, or one of C. Python looks at any other: Note: [patched functions] in
+// capture/observer.py.
+bool offers_itself(PyObject* function) {
+    if (PyCFunction_CheckExact(function)) return true;
+    PyFrameObject* const frame = PyEval_GetFrame();
+    if (!PyFunction_Check(function) || frame == nullptr) return false;
+    const Object code = Object::taken(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+    return code.get() == PyFunction_GET_CODE(function);
+}
+
 // torch.overrides.handle_torch_function: Note: [functions in Python] in replay/replaying.py.
 PyObject* handle_torch_function(PyObject*, PyObject* const* args, Py_ssize_t number, PyObject* names) {
     HANDLE_TH_ERRORS
-    Replayer* const replayer = number < 2 ? nullptr : asked_now();
+    Replayer* const replayer = number < 2 || !offers_itself(args[0]) ? nullptr : asked_now();
     if (replayer == nullptr) return PyObject_Vectorcall(Dispatch, args, number, names);
     const Object positional = Object::taken(PyTuple_New(number - 2)), named = Object::taken(PyDict_New());
     for (Py_ssize_t index = 2; index < number; ++index)

@@ -584,5 +584,5 @@ class Session:
             live.prefetcher.advance(live.below_peak)
 
 
-for _function in (Session._pack, Session._before_hold, Session._unpack):
+for _function in (Session.__enter__, Session._pack, Session._before_hold, Session._unpack):
     hide_from_dynamo(_function, and_all_below=True)

@@ -636,13 +636,21 @@ def recording(function: Callable[[], _T]) -> _T:
         return undoing(_enable_hooks, function, lambda: None if message is None else _disable_hooks(message))
 
 
+def _is_asked_nothing(tensors: Any) -> bool:
+    """In the place of ``has_torch_function``: no tensor has anything to say."""
+    return False
+
+
+hide_from_dynamo(_is_asked_nothing, and_all_below=True)
+
+
 def seen_inside(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of a function of torch.nn.functional which does not offer itself to torch function modes.
 
     The functions that it calls still do. So an observer sees them as if the program had called them one by one.
     """
     assert isinstance(function, FunctionType)
-    seen = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    seen = {**function.__globals__, "has_torch_function": _is_asked_nothing}
     copy = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

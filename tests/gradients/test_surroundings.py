@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +84,51 @@ def test_other_hooks_inside_a_session_take_over_where_they_are() -> None:
         loss = torch.tanh(h * 3).sum()
     assert [row.key for row in session.report().rows] == ["/Tanh#0:result"]
     assert difference(expected, torch.autograd.grad(loss, x)[0]) is None
+
+
+PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a tuple with the tensor first": (lambda x: (x.clone(), 7), lambda packed: packed[0]),
+    "a tuple with the tensor last": (lambda x: (x.device, x.clone()), lambda packed: packed[1]),
+    "a tuple of one": (lambda x: (x,), lambda packed: packed[0]),
+    "other numbers and a version": (lambda x: (2 * x, x._version), lambda packed: packed[0] / 2),
+    "a tuple of three": (lambda x: (2 * x, 0, 0), lambda packed: packed[0] / 2),
+    "an object that has the tensor": (lambda x: SimpleNamespace(dense=x.half(), x=x), lambda packed: packed.x),
+    "an array": (lambda x: x.numpy(force=True).copy(), torch.from_numpy),
+}
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm1d(16),
+    "group": lambda: nn.GroupNorm(4, 16),
+    "layer": lambda: nn.LayerNorm(32),
+    "instance": lambda: nn.InstanceNorm1d(16, affine=True),
+    "rms": lambda: nn.RMSNorm(32),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("packed", PACKED)
+def test_whatever_other_hooks_pack_of_a_norm(packed: str, norm: str) -> None:
+    def gradients(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        inner = NORMS[norm]()
+        first, last = nn.Conv1d(16, 16, 1), nn.Conv1d(16, 16, 1)
+        found = []
+        for _ in range(12):
+            with context:
+                x = first(torch.randn(4, 16, 32))
+                with torch.autograd.graph.saved_tensors_hooks(*PACKED[packed]):
+                    x = inner(x)
+                loss = torch.relu(last(x)).square().mean()
+            loss.backward()
+            for parameter in (*first.parameters(), *inner.parameters(), *last.parameters()):
+                assert parameter.grad is not None
+                found.append(parameter.grad.clone())
+                parameter.grad = None
+        return found
+
+    expected = gradients(nullcontext())
+    for policy in ("lossless", "lossless_stored"):
+        assert not any(map(difference, expected, gradients(Session(policy, min_nbytes=0))))
 
 
 @by_policy

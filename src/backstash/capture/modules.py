@@ -288,5 +288,5 @@ def _suspend(module: nn.Module, args: Any) -> None:
     _active.suspended = module, pop_function_mode()
 
 
-for _function in (_enter, _leave):
+for _function in (_enter, _leave, _end_rest):
     hide_from_dynamo(_function, and_all_below=True)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +32,7 @@ from backstash.torch_internals import (
     TorchDispatchMode,
     any_autocast,
     compiler,
+    dispatch_to_modes,
     has_replacing_mode,
     hide_from_dynamo,
     is_dynamo_compiling,
@@ -99,6 +112,7 @@ class CallListener(Protocol):
         """An operation of such a pass has returned something, and can be repeated."""
 
 
+_COMPILED = frozenset({BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType})
 _BACKWARD = frozenset({Tensor.backward})
 _GRADIENTS: tuple[Callable[..., Any], ...] = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _DIFFERENTIATE = frozenset(inspect.unwrap(function) for function in _GRADIENTS)
@@ -110,6 +124,11 @@ class Observer(TorchFunctionMode):
 
     Note: [observe only]
         Replacing ops here would break non-reentrant checkpoint, whose recomputation does not see the mode.
+
+    Note: [patched functions]
+        A function of torch offers itself to modes by the name that it has in its module, and a program may have put a
+        wrapper there, as profilers and quantizers do. The wrapper runs already, and has called torch's own: to call it
+        again would do twice what it does. So torch's own function is called in its place, and it is what is noted.
     """
 
     only_observes = True
@@ -135,6 +154,11 @@ class Observer(TorchFunctionMode):
         if is_dynamo_compiling() or compiler._is_compiling_flag:
             # It is traced: the compiled function saves its tensors in one op of its own.
             return func(*args, **(kwargs or {}))
+        try:
+            if func not in _of_torch and not _is_of_torch(func):
+                func = _original_of(func, sys._getframe(1))
+        except TypeError:  # it cannot be hashed
+            func = _original_of(func, sys._getframe(1))
         done = self._watch(func, args, kwargs)
         if done is not _LONG_WAY:
             return done
@@ -241,6 +265,47 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+_of_torch: set[Callable[..., Any]] = set()
+_FILES_OF_TORCH = os.path.dirname(torch.__file__)
+_by_code: dict[CodeType, Callable[..., Any]] = {
+    each.__code__: each
+    for owner in (F, torch.functional, Tensor)
+    for each in vars(owner).values()
+    if isinstance(each, FunctionType)
+}
+_MOST_KNOWN = 4096
+
+
+def _is_of_torch(func: Callable[..., Any]) -> bool:
+    """Whether torch has defined a function."""
+    if isinstance(func, FunctionType):
+        is_own = func.__code__.co_filename.startswith(_FILES_OF_TORCH)
+    else:
+        is_own = type(func) in _COMPILED or type(func).__module__.partition(".")[0] == "torch"
+    if is_own and len(_of_torch) < _MOST_KNOWN:
+        _of_torch.add(func)
+    return is_own
+
+
+def _original_of(func: Callable[..., Any], frame: FrameType) -> Callable[..., Any]:
+    """The function of torch that runs where a mode is asked about the program's ``func`` (Note: [patched functions]).
+
+    Args:
+        func: what torch has found by the name.
+        frame: which has called the mode.
+    """
+    if frame.f_code is dispatch_to_modes.__code__ and frame.f_back is not None:
+        code = frame.f_back.f_code
+        if not code.co_filename.startswith(_FILES_OF_TORCH):
+            return func  # a function of the program that offers itself
+        if code not in _by_code:  # it was wrapped before this module was imported
+            cells = tuple(CellType(frame.f_back.f_locals[name]) for name in code.co_freevars)
+            _by_code[code] = FunctionType(code, frame.f_back.f_globals, code.co_name, closure=cells)
+        return _by_code[code]
+    name = next((name for name, each in vars(Tensor).items() if each is func), "")
+    return getattr(torch._C.TensorBase, name, func)
+
+
 class _Kind:
     """What there is to do about calls of one function.
 
@@ -314,3 +379,14 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
 
 for _function in (Observer.__torch_function__, _pass_on):
     hide_from_dynamo(_function)
+for _helper in (
+    _is_of_torch,
+    _kind_of,
+    _original_of,
+    _to_the_long_way,
+    side_effect_of,
+    repeatable.may_change_state,
+    repeatable.random_state,
+    _Operations.__torch_dispatch__,
+):
+    hide_from_dynamo(_helper, and_all_below=True)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from backstash.torch_internals import in_backward, is_traced
+from backstash.torch_internals import hide_from_dynamo, in_backward, is_traced
 
 
 class PassListener(Protocol):
@@ -45,6 +45,8 @@ def listen(listener: PassListener, of_grad: bool = False) -> Callable[[], None]:
         listener: who is told, once for each pass, however many times it asks.
         of_grad: whether ``torch.autograd.grad`` is a backward pass as well, where it makes no graph of its own.
     """
+    for told in (type(listener).begin_backward, type(listener).end_backward, type(listener).fail_backward):
+        hide_from_dynamo(told, and_all_below=True)
     reference = weakref.ref(listener, lambda dead: _forget(dead))
     with _lock:
         if all(each() is not listener for each, _ in _listeners):
@@ -105,6 +107,7 @@ def _telling(original: Callable[..., Any], is_grad: bool) -> Callable[..., Any]:
             _inside.is_inside = False
         return made
 
+    hide_from_dynamo(backward)  # and not what the program's own hooks are below it
     return backward
 
 

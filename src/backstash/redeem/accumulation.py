@@ -31,7 +31,14 @@ from torch import Tensor
 from backstash.ops.bits import bits_of
 from backstash.proofs import proofs
 from backstash.saved import PLAIN
-from backstash.torch_internals import has_hooks, no_torch_function, running_node, tree_map_only, will_run_node
+from backstash.torch_internals import (
+    has_hooks,
+    hide_from_dynamo,
+    no_torch_function,
+    running_node,
+    tree_map_only,
+    will_run_node,
+)
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -218,3 +225,7 @@ def will_run(node: Node) -> bool:
         return bool(will_run_node(node))
     except RuntimeError:  # the engine says so where autograd.grad asked for the leaf
         return False
+
+
+for _function in (vars(_Deferred)["__torch_function__"], vars(_Deferred)["__torch_dispatch__"]):
+    hide_from_dynamo(_function.__func__, and_all_below=True)

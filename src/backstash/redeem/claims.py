@@ -32,6 +32,7 @@ from backstash.torch_internals import (
     asked_by_engine,
     dispatch_mode,
     functorch_level,
+    hide_from_dynamo,
     no_torch_function,
     running_node,
     tree_map_only,
@@ -204,3 +205,7 @@ def claim(stashed: Stashed, spec: TensorSpec, node: int) -> Claim | None:
     if running is None or running._sequence_nr() != node or not asked_by_engine():
         return None
     return Claim(stashed, spec, is_new=True)
+
+
+for _function in (vars(Claim)["__torch_function__"], vars(Claim)["__torch_dispatch__"]):
+    hide_from_dynamo(_function.__func__, and_all_below=True)

@@ -27,7 +27,9 @@ from backstash.errors import SavedTensorModifiedError
 from backstash.interpreter import is_odd
 from backstash.numerics import Settings, settings
 from backstash.saved import PLAIN, TensorSpec
+from backstash.stash import held
 from backstash.stash.parameters import check_memory
+from backstash.stash.value import Saved
 from backstash.torch_internals import autocast_of
 
 if TYPE_CHECKING:
@@ -443,9 +445,12 @@ def row_statistics_of(result: Tensor) -> tuple[Held, Held] | None:
 
 
 def _statistic(packed: Any) -> Held | None:
-    """A saved statistic, held as it is: it is a vector that nobody but autograd knows of."""
-    if isinstance(packed, tuple):
+    """A saved statistic, held as it is: it is a vector that nobody but autograd knows of.
+
+    None for what hooks of the program have packed.
+    """
+    if held.is_as_it_is(packed):
         return Held(packed[0], packed[1])
-    dense: Tensor | None = getattr(packed, "dense", None)
+    dense = packed.dense if type(packed) is Saved else None
     # An alias is a use of the memory, so what is pending is not encoded beside it.
     return None if dense is None else Held(dense.detach(), dense._version)

@@ -61,7 +61,7 @@ from backstash.stash.prefetch import Prefetcher
 from backstash.stash.value import Form, Saved
 from backstash.stash.value import Value as Stored
 from backstash.stores import DeviceStore
-from backstash.torch_internals import in_backward, next_sequence_number
+from backstash.torch_internals import hide_from_dynamo, in_backward, next_sequence_number
 
 
 class RefusedError(Exception):
@@ -784,3 +784,13 @@ def _claim(op: str, nbytes: int, is_direct: bool, has_room: bool) -> ClaimWay:
     if nbytes < table.LARGE or op in table.NEVER_WHOLE:
         return ClaimWay.NEVER
     return ClaimWay.ALWAYS if nbytes >= table.CHEAP_CLAIM else ClaimWay.IF_NO_ROOM
+
+
+for _function in (
+    RecordingForward.pack,
+    RecordingForward.made,
+    RecordingForward.cast_inside,
+    Recorder.begin_call,
+    Recorder.end_call,
+):
+    hide_from_dynamo(_function, and_all_below=True)

@@ -77,7 +77,13 @@ from backstash.stash.comparing import Late, distrusted
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import check_memory
 from backstash.stash.value import Form, Saved, Value
-from backstash.torch_internals import dispatch_to_modes, no_torch_function, replace_dispatch_to_modes, running_node
+from backstash.torch_internals import (
+    dispatch_to_modes,
+    hide_from_dynamo,
+    no_torch_function,
+    replace_dispatch_to_modes,
+    running_node,
+)
 
 if TYPE_CHECKING:
     from backstash.session import Session
@@ -135,6 +141,7 @@ class Replaying:
                 assert this is not None
                 return getattr(this, name)(*args)
 
+            hide_from_dynamo(asked, and_all_below=True)
             return asked
 
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
@@ -158,6 +165,7 @@ class Replaying:
         def pack(x: Tensor) -> Any:
             return take_in(x) if type(forward) is Forward else forward.pack(x)
 
+        hide_from_dynamo(pack, and_all_below=True)
         return pack
 
     @property
@@ -697,6 +705,8 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "number_of": _number_of,
     "affine": _affine,
 }
+for _function in _CALLBACKS.values():
+    hide_from_dynamo(_function, and_all_below=True)
 
 
 seams.replays = for_session

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from backstash.saved import TensorSpec
 from backstash.stash.decode import modified_message
 from backstash.stash.parameters import HeldParameter
 from backstash.stash.value import Saved
-from backstash.torch_internals import in_backward, is_jit_tracing, no_torch_function, running_node
+from backstash.torch_internals import hide_from_dynamo, in_backward, is_jit_tracing, no_torch_function, running_node
 
 AsItIs = tuple[Tensor, int, weakref.ref[Tensor] | None]
 """The tensor, its version, and the program's own tensor where that is another object.
@@ -32,6 +33,15 @@ hook returns must not hold the graph that holds it.
 
 Packed = Saved | HeldParameter | AsItIs
 """What a Session's pack hook returns."""
+
+
+def is_as_it_is(packed: object) -> TypeGuard[AsItIs]:
+    """Whether a Session's hook has packed this, and not one of the program, which may return tuples of its own."""
+    return (
+        type(packed) is tuple
+        and [type(part) for part in packed[1:]] in ([int, weakref.ref], [int, type(None)])
+        and isinstance(packed[0], Tensor)
+    )
 
 
 def hold(x: Tensor) -> AsItIs:
@@ -141,3 +151,7 @@ class Reading:
 
 if interpreter.module is not None:
     interpreter.module.configure_holding(Holding.hold, Reading.read)
+
+
+for _function in (hold, hold_traced, read, Holding.hold, Reading.read):
+    hide_from_dynamo(_function, and_all_below=True)

@@ -51,7 +51,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, has_compiled, in_backward
+from backstash.torch_internals import current_function_mode, has_compiled, hide_from_dynamo, in_backward
 
 T = TypeVar("T")
 
@@ -715,3 +715,7 @@ def _prepare(device_type: str) -> None:
     repeatable.list_functions()
     if gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2] // 2:
         gc.collect()
+
+
+for _function in (Budgeted.__enter__, Budgeted._before_module, Window.__enter__):
+    hide_from_dynamo(_function, and_all_below=True)

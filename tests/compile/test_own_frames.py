@@ -1,0 +1,98 @@
+"""Torch compiles no function of a Session, wherever below a compiled extent torch calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backstash as bs
+
+STEPS = 14
+
+
+def _rows() -> nn.Module:
+    layers = [nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.3), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2)]
+    return nn.Sequential(*layers)
+
+
+def _images() -> nn.Module:
+    first = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    then = [nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 36, 2)]
+    return nn.Sequential(*first, *then)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "rows": (_rows, (6, 16)),
+    "images": (_images, (4, 3, 16, 16)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (4, 6, 16)),
+}
+
+CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
+    "keep": lambda model: bs.Session("keep", model=model, min_nbytes=0),
+    "lossless": lambda model: bs.Session("lossless", model=model, min_nbytes=0),
+    "lossless_stored": lambda model: bs.Session("lossless_stored", model=model, min_nbytes=0),
+    "offload": lambda model: bs.Session("offload", model=model, min_nbytes=0),
+    "quantized": lambda model: bs.Session("quantized", model=model, min_nbytes=0),
+    "budget": lambda model: bs.Budgeted("100%", min_nbytes=0),
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions of the package that torch compiles on their own."""
+    import torch._dynamo.convert_frame as convert_frame
+
+    found: list[str] = []
+    compile_frame = convert_frame._compile
+
+    def noted(code: Any, *args: Any, **kwargs: Any) -> Any:
+        if "/src/backstash/" in code.co_filename:
+            found.append(f"{code.co_filename.rpartition('/src/backstash/')[2]}: {code.co_name}")
+        return compile_frame(code, *args, **kwargs)
+
+    monkeypatch.setattr(convert_frame, "_compile", noted)
+    torch._dynamo.reset()
+    return found
+
+
+def trained(network: str, extent: str, context: str | None) -> list[Tensor]:
+    make, shape = NETWORKS[network]
+    torch.manual_seed(0)
+    model = make()
+    inside = nullcontext() if context is None else CONTEXTS[context](model)
+    if extent == "module":  # of torch.nn, whose frames Dynamo passes over: what they call runs below its callback
+        model.compile(backend="aot_eager")
+
+    def step(x: Tensor) -> Tensor:
+        with inside:
+            loss: Tensor = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    if extent == "step":
+        step = torch.compile(step, backend="aot_eager")  # type: ignore[assignment]
+    found = []
+    for _ in range(STEPS):
+        found.append(step(torch.randn(shape)))
+        for parameter in model.parameters():
+            found.append(parameter.grad.clone())  # type: ignore[union-attr]
+            parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("extent", ["module", "step"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_no_function_of_a_session_is_compiled(
+    context: str, extent: str, network: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = trained(network, extent, context)
+    assert compiled == []
+    if context != "quantized":
+        expected = trained(network, extent, None)
+        assert all(torch.equal(own, plain) for own, plain in zip(found, expected, strict=True))
