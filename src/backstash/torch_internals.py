@@ -379,6 +379,12 @@ def replace_dispatch_to_modes(dispatch: Callable[..., Any]) -> None:
     torch.nn.functional.handle_torch_function = dispatch  # type: ignore[attr-defined]
 
 
+def compiled_method(name: str) -> Callable[..., Any] | None:
+    """The method of C behind the name of a tensor's method; None if there is none."""
+    method: Callable[..., Any] | None = getattr(torch._C.TensorBase, name, None)
+    return method
+
+
 def functions_that_restore() -> frozenset[Any]:
     """The code of those functions of torch which, when they return, put back modes and hooks that they found.
 

@@ -31,6 +31,7 @@ from backstash.stash.regions import Region
 from backstash.torch_internals import (
     TorchDispatchMode,
     any_autocast,
+    compiled_method,
     compiler,
     dispatch_to_modes,
     has_replacing_mode,
@@ -303,7 +304,7 @@ def _original_of(func: Callable[..., Any], frame: FrameType) -> Callable[..., An
             _by_code[code] = FunctionType(code, frame.f_back.f_globals, code.co_name, closure=cells)
         return _by_code[code]
     name = next((name for name, each in vars(Tensor).items() if each is func), "")
-    return getattr(torch._C.TensorBase, name, func)
+    return compiled_method(name) or func
 
 
 class _Kind:
