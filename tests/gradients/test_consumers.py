@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -566,3 +568,34 @@ def test_nothing_is_held_after_backward() -> None:
         gc.collect()
         assert session._live.buffers.nbytes == 0
         assert session._live.remade_nbytes == 0
+
+
+@pytest.mark.parametrize("steps", [1, 12])
+@pytest.mark.parametrize("way", ["autograd.grad", "torch.func", "jacobian"])
+@pytest.mark.parametrize(
+    "drawn", [nn.Dropout(0.2), nn.RReLU(), nn.AlphaDropout(0.2)], ids=lambda each: type(each).__name__
+)
+def test_batched_gradients_of_what_was_drawn(drawn: nn.Module, way: str, steps: int) -> None:
+    """It is made again once for all of the batch, with the numbers that were drawn."""
+
+    def gradients(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), drawn, nn.Linear(16, 4))
+        parameters, found = list(layers.parameters()), []
+        for _ in range(steps):
+            x = torch.randn(8, 16)
+            if way == "jacobian":
+                with context:
+                    found += [torch.autograd.functional.jacobian(lambda x: layers(x).mean(0), x, vectorize=True)]
+                continue
+            with context:
+                y = layers(x).mean(0)
+            if way == "autograd.grad":
+                found += torch.autograd.grad(y, parameters, torch.eye(4), is_grads_batched=True)
+            else:
+                found += torch.func.vmap(partial(torch.autograd.grad, y, parameters, retain_graph=True))(torch.eye(4))
+            found.append(torch.get_rng_state())
+        return found
+
+    expected = gradients(nullcontext())
+    assert not differences(expected, gradients(Session("lossless", min_nbytes=0)))

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -303,3 +304,85 @@ def test_a_lost_value_ends_the_backward_pass_with_its_name(store: DiskStore) -> 
     os.ftruncate(store._file._descriptor, 0)
     with pytest.raises(StoreError, match=r"zvc of float32 \[50, 50\], ticket \d, but it could not be read"):
         y.backward()
+
+
+FORKED = """
+import os, sys, traceback
+import torch
+from torch import nn
+import backstash as bs
+from backstash.errors import StoreError
+from backstash.stores import DiskStore
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Sigmoid(), nn.Linear(256, 4))
+session = bs.Session(
+    bs.policies.offload(store="file"), stores={"file": DiskStore(sys.argv[1])}, model=model, min_nbytes=0
+)
+
+
+def loss_of(seed):
+    torch.manual_seed(seed)
+    return model(torch.randn(64, 64)).square().sum()
+
+
+def gradients(loss):
+    loss.backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def has_plain_bits(seed):
+    with session:
+        loss = loss_of(seed)
+    found = gradients(loss)
+    return all(map(torch.equal, found, gradients(loss_of(seed))))
+
+
+def child(number):
+    for step in range(30):
+        assert has_plain_bits(100 * number + step)
+    if held is not None:
+        try:
+            held.backward()
+        except StoreError as error:
+            assert "put before this process was forked" in str(error)
+        else:
+            raise AssertionError("the values of the other process were read")
+
+
+held = None
+if sys.argv[2] == "used":
+    assert has_plain_bits(0)
+if sys.argv[2] == "in use":
+    with session:
+        held = loss_of(0)
+children = []
+for number in (1, 2):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child(number)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    children.append(pid)
+if held is not None:
+    assert all(map(torch.equal, gradients(held), gradients(loss_of(0))))
+for step in range(30):
+    assert has_plain_bits(step)
+assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
+print("done")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("state", ["unused", "used", "in use"])
+def test_forked_processes_have_files_of_their_own(state: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path), state]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert run.stdout == "done\n", run.stderr[-3000:]
+    assert not list(tmp_path.iterdir())

@@ -30,6 +30,7 @@ Note: [as called]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -49,6 +50,7 @@ from backstash.torch_internals import (
     has_filling,
     hooks_are_enabled,
     in_filled_memory,
+    in_vmap,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     recording,
@@ -341,7 +343,9 @@ def _as_drawn(call: Call, function: Callable[[], Any]) -> Any:
         if state is not None:
             accelerator.set_rng_state(state, device)
 
-    return undoing(begin, function, lambda: accelerator.set_rng_state(now, device))
+    # Gradients that are batched all read one value, and vmap would refuse to draw random numbers.
+    with as_if_outermost() if in_vmap() else nullcontext():
+        return undoing(begin, function, lambda: accelerator.set_rng_state(now, device))
 
 
 def _with_tensors(arg: Any, tensors: Iterator[Tensor]) -> Any:

@@ -20,7 +20,7 @@ def aligned_memory(nbytes: int) -> Tensor:
     """Fresh memory that begins at a page, as uint8 [nbytes]."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not shared with a forked process
     if nbytes >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

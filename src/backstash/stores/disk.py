@@ -1,4 +1,10 @@
-"""The store that holds planes in a file."""
+"""The store that holds planes in a file.
+
+Note: [forked stores]
+    A process that is forked has none of the threads that write and read, and the places in the file are given out by
+    the one that it was forked from. So there the store begins anew, with a file of its own at the first ``put``. Values
+    that were put before belong to the other process alone.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
 from pathlib import Path
 from queue import LifoQueue
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -66,22 +73,35 @@ class DiskStore:
         if in_flight < 2 * BLOCK:
             raise ValueError(f"DiskStore was asked for in_flight={in_flight}, but it takes {2 * BLOCK} bytes or more.")
         self.directory = Path(directory)
-        self._holdings = Holdings(type(self).__name__, capacity)
-        self._file = UnnamedFile(self.directory)
-        self._space = Space(1 << 62 if capacity is None else capacity // PAGE * PAGE)
         self._in_flight = in_flight
-        self._values: dict[int, BlockedValue] = {}
+        self._reuse = in_flight if reuse is None else reuse
         self._numbers = count()
+        self._closed = False
+        self._begin(capacity)
+        self._open()
+        _stores.add(self)
+
+    def _begin(self, capacity: int | None) -> None:
+        """Begins with nothing held, and without the file."""
+        self._is_open = False
+        self._holdings = Holdings(type(self).__name__, capacity)
+        self._values: dict[int, BlockedValue] = {}
         self._lock = DropLock(self._forget)
-        self._staging: LifoQueue[Tensor] = LifoQueue()  # last in, first out: the memory used last is in the caches
-        for _ in range(in_flight // BLOCK):
-            self._staging.put(aligned_memory(BLOCK))
-        self._memory = MemoryPool(in_flight if reuse is None else reuse)
         self._writers = ThreadPoolExecutor(_THREADS, "backstash-write")
         self._readers = ThreadPoolExecutor(_THREADS, "backstash-read")
         self._failure: OSError | None = None
         self._prefetched = 0
-        self._closed = False
+
+    def _open(self) -> None:
+        """Opens the file, and takes the memory for what is under way."""
+        self._file = UnnamedFile(self.directory)
+        capacity = self._holdings.capacity
+        self._space = Space(1 << 62 if capacity is None else capacity // PAGE * PAGE)
+        self._staging: LifoQueue[Tensor] = LifoQueue()  # last in, first out: the memory used last is in the caches
+        for _ in range(self._in_flight // BLOCK):
+            self._staging.put(aligned_memory(BLOCK))
+        self._memory = MemoryPool(self._reuse)
+        self._is_open = True
 
     def __repr__(self) -> str:
         return f"DiskStore({str(self.directory)!r}, capacity={self._holdings.capacity})"
@@ -135,7 +155,12 @@ class DiskStore:
             DamagedPlanesError: other bytes were read than were put.
         """
         with self._lock.held:
-            value = self._values[ticket.number]
+            value = self._values.get(ticket.number)
+            if value is None:
+                raise StoreError(
+                    f"{self!r} was asked for a value that it does not hold. It was dropped, or put before this process "
+                    f"was forked: end the backward pass before a fork."
+                )
             self._check_open(value)
             reading = self._take_reading(value) or self._begin_reading(value)
         started = time.perf_counter()
@@ -181,6 +206,8 @@ class DiskStore:
                 f"{self!r} was asked to hold {value}, but a write failed before: {self._failure}. See what ails the "
                 f"disk, and begin the step again with a new store."
             ) from self._failure
+        if not self._is_open:
+            self._open()
         self._holdings.add(encoded, value.nbytes)
         try:
             value.start = self._place(value)
@@ -292,3 +319,15 @@ class DiskStore:
         with self._lock.held:
             value.users -= 1
             self._release(value)
+
+
+_stores: WeakSet[DiskStore] = WeakSet()
+
+
+def _begin_anew() -> None:
+    for store in _stores:
+        store._begin(store._holdings.capacity)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)  # Note: [forked stores]
