@@ -454,6 +454,15 @@ def hurried(budget: str, **options: Any) -> Budgeted:
     return session
 
 
+def test_a_share_of_what_is_reserved_is_one_of_what_a_plain_step_reserves() -> None:
+    session = hurried("100%", of="reserved")
+    assert_same([16] * 40, session)
+    found = session.found
+    assert found.plan is not None and found.plan.is_empty and not found.trouble
+    assert 0 < found.reached_nbytes == found.plain_nbytes == found.budget_nbytes > found.planned_nbytes
+    session.close()
+
+
 def test_a_budget_that_no_plan_keeps_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as much room left as steps have reached above what was predicted, no plan fits."""
     count_more(monkeypatch, lambda plans: 1 << 20)

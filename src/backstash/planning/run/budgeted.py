@@ -104,6 +104,8 @@ class Budgeted(Following):
         is_hurried: whether steps may take as long as they want, because as few of them as possible are to be measured.
         spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
             as treated graphs do.
+        unused_nbytes: bytes that the allocator reserves for a plain step beside what is allocated of it; 0 where the
+            budget is one of what is allocated.
         agreement: what ranks tell each other; None if each keeps the budget for itself.
 
     Raises:
@@ -183,6 +185,7 @@ class Budgeted(Following):
         self._guards: list[Guard] = []
         self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
         self.spared: Callable[[], int] = lambda: 0
+        self.unused_nbytes = 0
         self.agreement = Agreement(self._planned, self._take) if agree else None
         self.hears_all = agree
         self.has_planned = False
@@ -576,12 +579,14 @@ class Budgeted(Following):
         of several kinds come in any order.
         """
         if not self._nbytes or self.order.is_mixed:
-            self._nbytes = max(self._nbytes, parse_budget(self.budget, plain_nbytes + self.spared()))
+            self._nbytes = max(
+                self._nbytes, parse_budget(self.budget, plain_nbytes + self.spared() + self.unused_nbytes)
+            )
         return self._nbytes
 
     def forget_nbytes(self) -> None:
         """The step of which the budget was a share was not like others."""
-        self._nbytes = 0
+        self._nbytes = self.unused_nbytes = 0
 
     def begin_cycles(self) -> None:
         """The next forward pass is the first one of a step."""
@@ -596,7 +601,7 @@ class Budgeted(Following):
         self.buckets.clear()
         self._guards.clear()
         self.period, self.forwards, self.given = period, forwards, None
-        self._nbytes, self.last = 0, None
+        self._nbytes, self.unused_nbytes, self.last = 0, 0, None
 
     def mix(self) -> None:
         """Passes of several kinds come in no order that repeats itself: each kind is planned for by itself."""

@@ -164,7 +164,7 @@ class MeasuredLoop(Protocol):
 
     Attributes:
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
-        agreement, allow, budget, device, error_limit, is_hurried, of, spared, strict: as in Budgeted.
+        agreement, allow, budget, device, error_limit, is_hurried, of, spared, strict, unused_nbytes: as in Budgeted.
         buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
         has_planned: whether a plan was made.
@@ -194,6 +194,7 @@ class MeasuredLoop(Protocol):
     of: Literal["allocated", "reserved"]
     spared: Callable[[], int]
     strict: bool
+    unused_nbytes: int
     tries: tuple[str, ...]
 
     @property
@@ -462,7 +463,10 @@ class Course:
             self._wait_under(None if is_first else before)
         profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
         profile = self._with_others(profile)
-        bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=self._seconds)
+        if owner.of == "reserved" and not owner.unused_nbytes:
+            owner.unused_nbytes = max(0, reserved_by(line.changes).reserved_nbytes - kept)
+        plain_nbytes = kept + owner.spared() + owner.unused_nbytes
+        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
@@ -507,7 +511,8 @@ class Course:
         profile = profile_of(line, surveys[-1], kept, seconds, [], owner.device, owner.link)
         profile = self._with_others(profile)
         bucket.surveys += 1
-        bucket.found = replace(bucket.found, plain_nbytes=kept + owner.spared(), plain_seconds=seconds)
+        plain_nbytes = kept + owner.spared() + owner.unused_nbytes
+        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit, owner.buckets.planners)
 
