@@ -19,11 +19,13 @@ Note: [ownership]
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +123,17 @@ class Session:
         replan: Literal["auto"] | None = None,
     ) -> None:
         seams.readers.prepare()
+        self._arguments: dict[str, Any] = {
+            "policy": policy,
+            "model": model,
+            "stores": stores,
+            "min_nbytes": min_nbytes,
+            "check": check,
+            "check_limit": check_limit,
+            "overwrite_gradients": overwrite_gradients,
+            "stop_if_useless": stop_if_useless,
+            "replan": replan,
+        }
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients, stop_if_useless)
         is_lossless = isinstance(self.policy, policies.Lossless)
@@ -174,6 +187,22 @@ class Session:
             self._forward.replaying = None
             del self._pending, self._producer, self._tape, self._encoder, self._forward, self._holding, self._reading
             del self._hold, self._read, self._replaying
+
+    def __deepcopy__(self, memo: Any) -> Session:
+        """A new Session with the same arguments, as a copy of the model that holds it needs one. It shares stores."""
+        own = {name: copy.deepcopy(self._arguments[name], memo) for name in ("policy", "model")}
+        return type(self)(**(self._arguments | own))
+
+    def __copy__(self) -> Session:
+        return type(self)(**(self._arguments | {"policy": copy.deepcopy(self._arguments["policy"])}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._arguments["stores"]:
+            raise SessionError(
+                "a Session was asked to be pickled, but it has stores, which hold memory and files of this process. "
+                "Leave the Session out of what is saved, and make one where it is loaded."
+            )
+        return partial(type(self), **self._arguments), ()
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 

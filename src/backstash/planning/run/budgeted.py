@@ -364,6 +364,9 @@ class Budgeted(Following):
     def __deepcopy__(self, memo: Any) -> Budgeted:
         return Budgeted(self.budget, self.allow, **self._arguments)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Budgeted, self.budget, self.allow, **self._arguments), ()
+
     # -- what there is to tell -----------------------------------------------------------------------------------
 
     @property
