@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "saved": set(),
     "telling": set(),
     "facade": set(),
+    "arguments": set(),
     "graphs": {"errors"},
     "numerics": {"torch_internals"},
     "repeatable": {"accelerator", "graphs", "saved"},
@@ -46,9 +47,8 @@ ALLOWED: dict[str, set[str]] = {
     "interpreter": {"saved", "torch_internals", "ops"},
     "codecs": {"bits", "errors", "facade", "saved", "numerics", "proofs", "ops"},
     "formulas": {"saved", "torch_internals", "codecs.direct"},
-    "stores": {"errors", "facade", "graphs", "torch_internals", "codecs.base"},
-    "arguments": {"stores"},
-    "policies": {"errors", "facade", "torch_internals", "saved", "numerics", "formulas", "codecs"},
+    "stores": {"arguments", "errors", "facade", "graphs", "torch_internals", "codecs.base"},
+    "policies": {"arguments", "errors", "facade", "torch_internals", "saved", "numerics", "formulas", "codecs"},
     "papers": {"errors", "saved", "codecs", "policies"},
     "stash": {
         "errors",
@@ -289,7 +289,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-_FAMILY = {"saved", "codecs", "policies.base", "policies.exact"}
+_FAMILY = {"arguments", "saved", "codecs", "policies.base", "policies.exact"}
 
 # The same for the modules of policies/, where an entry with a dot is a module beside them.
 POLICIES = {
@@ -299,7 +299,7 @@ POLICIES = {
     "adapted": {"saved", "policies.actions", "policies.base"},
     "rules": {"saved", "policies.adapted", "policies.base"},
     "registry": {"errors", "policies.adapted", "policies.base"},
-    "exact": {"saved", "numerics", "codecs", "policies.base"},
+    "exact": {"arguments", "saved", "numerics", "codecs", "policies.base"},
     "quantizing": _FAMILY,
     "slicing": _FAMILY,
     "offloading": _FAMILY,

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from backstash.stores import Store
-
 LARGEST = 1 << 62
 """The largest number of bytes or steps: kernels count in 64 bits."""
 
@@ -105,6 +103,43 @@ def check_switch(found: object, name: str, asked: str) -> None:
         raise TypeError(f"{asked} was asked for {name}={_shown(found)}, but that is a switch. Pass True or False.")
 
 
+def check_number(found: object, name: str, asked: str, example: float) -> None:
+    """Raises an error for what is no number.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(found, (int, float)) or isinstance(found, bool):
+        raise TypeError(
+            f"{asked} was asked for {name}={_shown(found)}, but that is a number. Pass one such as {example}."
+        )
+
+
+def check_share(found: object, name: str, asked: str) -> None:
+    """Raises an error for what is no share, from 0 to 1.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of range.
+    """
+    check_number(found, name, asked, 0.5)
+    assert isinstance(found, (int, float))
+    if not 0 <= found <= 1:
+        raise ValueError(f"{asked} was asked for {name}={found}, but that is a share. Pass a number from 0 to 1.")
+
+
+def check_word(found: object, name: str, asked: str, example: str) -> None:
+    """Raises an error for what is no text.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(found, str):
+        raise TypeError(
+            f"{asked} was asked for {name}={_shown(found)}, but that is a name. Pass one such as {example!r}."
+        )
+
+
 def is_path(path: object) -> bool:
     """Whether something names a file or a folder: a text without zero bytes, or a path."""
     return isinstance(path, (str, os.PathLike)) and isinstance(text := os.fspath(path), str) and "\0" not in text
@@ -145,10 +180,10 @@ def check_arguments(
             f"stores={{'disk': DiskStore(...)}}."
         )
     for name, store in (stores or {}).items():
-        if not isinstance(name, str) or isinstance(store, type) or not isinstance(store, Store):
+        if not isinstance(name, str):
             raise TypeError(
-                f"Session was asked for stores={{{name!r}: {store!r}}}, but a name is a str, and a store has the "
-                f"methods of backstash.stores.Store. Pass one such as HostStore()."
+                f"Session was asked for stores={{{name!r}: {store!r}}}, but a name is a str. Pass stores by "
+                f"their names, such as stores={{'disk': DiskStore(...)}}."
             )
     check_switch(overwrite_gradients, "overwrite_gradients", "Session")
     if stop_if_useless is not None and not isinstance(stop_if_useless, bool):

@@ -48,6 +48,7 @@ from backstash.stash.pending import Pending
 from backstash.stash.unpack import unpack
 from backstash.stash.value import Value
 from backstash.stores import DeviceStore, Store
+from backstash.stores.base import check_is_store
 from backstash.torch_internals import has_compiled, hide_from_dynamo, in_backward, no_torch_function
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Session:
         self.policy = policies.get(policy)
         check_arguments(model, stores, min_nbytes, check, check_limit, overwrite_gradients, stop_if_useless)
         is_lossless = isinstance(self.policy, policies.Lossless)
+        for name, store in (stores or {}).items():
+            check_is_store(store, f"Session was asked for stores={{{name!r}: {store!r}}}")
         self._stops_if_useless = is_lossless if stop_if_useless is None else stop_if_useless
         self.check = check
         if min_nbytes is None:

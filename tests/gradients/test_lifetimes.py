@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -236,3 +238,34 @@ def test_a_storage_that_is_seen_as_two_dtypes_is_read_as_each_of_them(policy: st
     session = Session(policy, min_nbytes=0)
     assert all(equal_bits(a, b) for a, b in zip(gradients(None), gradients(session), strict=True))
     assert ["different types" in row.reason for row in session.report().rows].count(True) == 1
+
+
+FREED = """
+import gc
+import subprocess
+import sys
+import torch
+from torch import nn
+import backstash as bs
+
+def train(steps):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 3))
+    for _ in range(steps):
+        session = bs.Session("lossless", min_nbytes=0)
+        with session:
+            loss = model(torch.randn(6, 8)).square().mean()
+        loss.backward()
+    gc.enable()
+
+for steps in (10, 18, 60):
+    gc.disable()
+    train(steps)
+    gc.collect()
+print("done")
+"""
+
+
+def test_a_model_is_freed_where_the_collector_was_off_for_many_sessions() -> None:
+    """Note: [no callbacks] in stash/parameters.py."""
+    run = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr

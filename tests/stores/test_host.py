@@ -39,7 +39,7 @@ def test_a_full_store_refuses_and_takes_again_after_a_drop(kind: type[DeviceStor
 
 @pytest.mark.parametrize("kind", [DeviceStore, HostStore])
 def test_a_capacity_is_a_number_of_bytes(kind: type[DeviceStore | HostStore]) -> None:
-    with pytest.raises(ValueError, match="capacity=-1, but it is a number of bytes"):
+    with pytest.raises(ValueError, match="capacity=-1, but there are no fewer than 0 bytes"):
         kind(capacity=-1)
 
 

@@ -171,8 +171,8 @@ class Names:
         "_found",
         "_has_whole_steps",
         "_is_fresh",
+        "_most_found",
         "_noted",
-        "_paths",
         "_root",
         "_saves",
         "_thread",
@@ -192,9 +192,9 @@ class Names:
         self._is_fresh = True  # nothing was saved since the Session was entered
         self._has_whole_steps = cycles == 0  # in one ``with`` each
         self.frames = [Frame("", "")]
-        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._root: weakref.ref[nn.Module] | None = None
-        self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id, which is faster
+        self._found: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # by the module's id (Note: [no callbacks])
+        self._most_found = 1024
         self._noted: list[ModuleEvent] = []
         self._saves: Callable[[], int] | None = None  # how many there were, while calls are noted
         self._thread = 0
@@ -241,15 +241,19 @@ class Names:
 
     def _path_of(self, module: nn.Module) -> str:
         found = self._found.get(id(module))
-        if found is None or found[0]() is not module:
-            if module not in self._paths and self._root is not None:  # it was put into the model since
-                root, self._root = self._root(), None  # once a call: a model may make modules while it runs
-                if root is not None:
-                    self._learn_paths(root)
-            if module not in self._paths:
-                self._learn_paths(module, prefix=type(module).__name__)
-            self._found[id(module)] = found = weakref.ref(module), self._paths[module]
-        return found[1]
+        if found is not None and found[0]() is module:
+            return found[1]
+        if self._root is not None:  # it was put into the model since
+            root, self._root = self._root(), None  # once a call: a model may make modules while it runs
+            if root is not None:
+                self._learn_paths(root)
+        if not self._knows(module):
+            self._learn_paths(module, prefix=type(module).__name__)
+        return self._found[id(module)][1]
+
+    def _knows(self, module: nn.Module) -> bool:
+        found = self._found.get(id(module))
+        return found is not None and found[0]() is module
 
     def _begin_call(self, path: str, module: int, is_recording: bool) -> None:
         label = path
@@ -343,7 +347,7 @@ class Names:
     def enter_root(self, module: nn.Module) -> None:
         """A module is called outermost: paths below it start there."""
         self._root = weakref.ref(module)
-        if module not in self._paths:
+        if not self._knows(module):
             self._learn_paths(module)
 
     def enter_session(self) -> None:
@@ -378,13 +382,18 @@ class Names:
         del self.frames[1:]
 
     def _learn_paths(self, module: nn.Module, prefix: str = "") -> None:
+        if len(self._found) > self._most_found:
+            self._found = {key: found for key, found in self._found.items() if found[0]() is not None}
+            self._most_found = max(1024, 2 * len(self._found))
         for name, child in module.named_modules(prefix=prefix):
-            self._paths.setdefault(child, name)
+            if not self._knows(child):
+                self._found[id(child)] = weakref.ref(child), name
 
     def parameter_name(self, parameter: Tensor) -> str | None:
         """The path of a parameter; None for a tensor that is no parameter of a module that has run."""
-        for module, name in self._paths.items():
-            for own, tensor in module._parameters.items():
+        for reference, name in self._found.values():
+            module = reference()
+            for own, tensor in () if module is None else module._parameters.items():
                 if tensor is parameter:
                     return f"{name}.{own}".lstrip(".")
         return None

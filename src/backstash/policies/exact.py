@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from backstash import codecs
+from backstash.arguments import check_share, check_switch
 from backstash.codecs.base import FLOATS, Codec
 from backstash.codecs.narrow.codec import INTEGERS
 from backstash.numerics import rounds_products
@@ -49,6 +50,10 @@ class Lossless(Policy):
         dense: whether what is left, dense values, is stored with shorter exponents (see codecs.Exponents): a quarter
             less in bfloat16 and an eighth in float32, for two more passes over each value. Values of float32 that were
             bfloat16 before (see codecs.Upcast) take three eighths of their bytes.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``min_saving`` is no share.
     """
 
     min_saving: float = 0.02
@@ -57,6 +62,11 @@ class Lossless(Policy):
 
     is_fixed = True
     min_nbytes = None  # the first step decides
+
+    def __post_init__(self) -> None:
+        check_share(self.min_saving, "min_saving", "Lossless")
+        check_switch(self.recompute, "recompute", "Lossless")
+        check_switch(self.dense, "dense", "Lossless")
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here

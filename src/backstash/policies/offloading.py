@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from backstash import codecs
+from backstash.arguments import check_count, check_word
 from backstash.codecs import Codec, Raw
 from backstash.policies.base import Action, Keep, Policy, Recompute, Stash, Wrapper
 from backstash.policies.exact import Lossless
@@ -30,6 +31,7 @@ class Offload(Wrapper):
             stash/prefetch.py). With 1 the least memory is taken, which is enough if the link is fast.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: ``ahead`` is below 1.
     """
 
@@ -39,6 +41,13 @@ class Offload(Wrapper):
     ahead: int | None = None
 
     def __post_init__(self) -> None:
+        check_word(self.store, "store", "Offload", "host")
+        check_count(1 if self.ahead is None else self.ahead, "ahead", "values", "Offload")
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise TypeError(
+                f"Offload was asked for codec={self.codec!r:.80}, but that is no codec. Pass one such as "
+                f"codecs.Exponents(), or its name."
+            )
         if self.ahead is not None and self.ahead < 1:
             raise ValueError(f"Offload was asked for ahead={self.ahead}, but it takes 1 or more, or None.")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backstash.arguments import check_count, check_switch
 from backstash.codecs import Binary, BlockQuant, FewBit, Signed, Zvc
 from backstash.codecs.base import SINGLES
 from backstash.codecs.fewbit.codec import ACTIVATIONS
@@ -66,6 +67,8 @@ class Quantized(Policy):
     revision = STEADY
 
     def __post_init__(self) -> None:
+        check_count(self.bits, "bits", "bits", "Quantized")
+        check_switch(self.recompute, "recompute", "Quantized")
         BlockQuant(self.bits)
 
     @property

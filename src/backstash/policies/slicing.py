@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backstash.arguments import check_count, check_number
 from backstash.codecs import Binary, Zvc
 from backstash.codecs.base import FLOATS
 from backstash.policies.base import Action, Policy, Slice
@@ -24,6 +25,8 @@ class SlicedPeak(Policy):
     """
 
     def __init__(self, parts: int = 4, share: float = 0.5) -> None:
+        check_number(share, "share", "SlicedPeak", 0.5)
+        check_count(parts, "parts", "parts", "SlicedPeak")
         if not 0 < share <= 1:
             raise ValueError(f"SlicedPeak was asked for a share of {share}, but it takes one above 0 and at most 1.")
         self.action = Slice(parts, (Binary(), Zvc()))

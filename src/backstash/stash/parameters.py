@@ -99,6 +99,12 @@ class ParameterStorages:
     """The storages that hold parameters and buffers.
 
     Each is known by a weak reference, which keeps the address of a freed storage from being given to another one.
+
+    Note: [no callbacks]
+        A Session is a cycle of objects, so what it holds is freed by Python's garbage collector. If the collector was
+        off for a while, it may begin when the last reference to the model goes, among the callbacks of weak references
+        to it. CPython 3.11 fails there with a segmentation fault if the collector frees some of these references. So a
+        Session's references to modules have no callbacks, as those of a WeakKeyDictionary would.
     """
 
     __slots__ = (
@@ -109,7 +115,7 @@ class ParameterStorages:
     )
 
     def __init__(self) -> None:
-        self._roots: weakref.WeakKeyDictionary[nn.Module, dict[int, StorageReference]] = weakref.WeakKeyDictionary()
+        self._roots: dict[int, tuple[weakref.ref[nn.Module], dict[int, StorageReference]]] = {}
         self._state: dict[int, StorageReference] = {}
         self._recognised: dict[int, StorageReference] = {}
 
@@ -118,9 +124,10 @@ class ParameterStorages:
         state = {
             storage._cdata: self._state.get(storage._cdata) or weakref.ref(storage) for storage in _state_storages(root)
         }
-        self._roots[root] = state
+        self._roots = {key: known for key, known in self._roots.items() if known[0]() is not None}
+        self._roots[id(root)] = weakref.ref(root), state
         self._state = dict(state)
-        for storages in self._roots.values() if len(self._roots) > 1 else ():
+        for _, storages in self._roots.values() if len(self._roots) > 1 else ():
             self._state |= storages
         self._recognised = {cdata: known for cdata, known in self._recognised.items() if known() is not None}
 

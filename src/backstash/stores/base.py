@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Protocol, runtime_checkable
 from weakref import WeakMethod
 
+from backstash.arguments import check_count
 from backstash.codecs.base import Encoded
 from backstash.errors import StoreFullError
 
@@ -49,8 +50,7 @@ class Holdings:
     __slots__ = ("capacity", "count", "name", "nbytes", "peak_nbytes", "stall_seconds")
 
     def __init__(self, name: str, capacity: int | None = None) -> None:
-        if capacity is not None and capacity < 0:
-            raise ValueError(f"{name} was asked for capacity={capacity}, but it is a number of bytes: 0 or more.")
+        check_count(0 if capacity is None else capacity, "capacity", "bytes", name)
         self.name, self.capacity = name, capacity
         self.nbytes = self.peak_nbytes = self.count = 0
         self.stall_seconds = 0.0
@@ -155,3 +155,19 @@ class Store(Protocol):
 
     def usage(self) -> Usage:
         """Bytes and values that are held now."""
+
+
+def check_is_store(store: object, asked: str) -> None:
+    """Raises an error for what is no store.
+
+    Args:
+        store: a store, of any type.
+        asked: what was asked for, as the begin of a sentence.
+
+    Raises:
+        TypeError: it has not the methods of a store.
+    """
+    if isinstance(store, type) or not isinstance(store, Store):
+        raise TypeError(
+            f"{asked}, but a store has the methods of backstash.stores.Store. Pass one such as HostStore()."
+        )

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from backstash.arguments import check_count, is_path
 from backstash.codecs.base import Encoded
 from backstash.errors import DamagedPlanesError, StoreError, StoreFullError
 from backstash.stores.aligned import PAGE, MemoryPool, aligned_memory
@@ -70,6 +71,13 @@ class DiskStore:
         in_flight: int = 64 << 20,
         reuse: int | None = None,
     ) -> None:
+        if not is_path(directory):
+            raise TypeError(
+                f"DiskStore was asked for directory={directory!r:.80}, but that is no path. Pass the folder of its "
+                "file."
+            )
+        check_count(in_flight, "in_flight", "bytes", "DiskStore")
+        check_count(0 if reuse is None else reuse, "reuse", "bytes", "DiskStore")
         if in_flight < 2 * BLOCK:
             raise ValueError(f"DiskStore was asked for in_flight={in_flight}, but it takes {2 * BLOCK} bytes or more.")
         self.directory = Path(directory)

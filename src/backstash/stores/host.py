@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash import graphs
+from backstash.arguments import check_count
 from backstash.codecs.base import Encoded
 from backstash.errors import GraphError
 from backstash.stores.base import DropLock, Holdings, Ticket, Usage
@@ -51,6 +52,7 @@ class HostStore:
 
     def __init__(self, capacity: int | None = None, *, in_flight: int = IN_FLIGHT) -> None:
         self._holdings = Holdings(type(self).__name__, capacity)
+        check_count(in_flight, "in_flight", "bytes", "HostStore")
         self._in_flight = in_flight
         self._values: dict[int, Encoded | _Parked] = {}
         self._lanes: dict[torch.device, _Lane] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from threading import Lock
 
 from backstash.codecs.base import Encoded
 from backstash.errors import StoreError, StoreFullError
-from backstash.stores.base import DropLock, Holdings, Store, Ticket, Usage
+from backstash.stores.base import DropLock, Holdings, Store, Ticket, Usage, check_is_store
 
 
 class TierStore:
@@ -29,9 +29,21 @@ class TierStore:
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
-        if not stores:
-            raise ValueError("TierStore was asked for no stores, but it takes one or more, the fastest first.")
+        if not isinstance(stores, Iterable):
+            raise TypeError(
+                f"TierStore was asked for stores={stores!r:.80}, but it takes several. Pass them in a list, the "
+                f"fastest first."
+            )
         self.stores = tuple(stores)
+        if not self.stores:
+            raise ValueError("TierStore was asked for no stores, but it takes one or more, the fastest first.")
+        for store in self.stores:
+            check_is_store(store, f"TierStore was asked for {store!r:.80} among its stores")
+        if len(set(map(id, self.stores))) < len(self.stores):
+            raise ValueError(
+                f"TierStore was asked for {self!r:.200}, but one store is named twice, and what has no room there has "
+                f"none the second time. Name each once."
+            )
         self._holdings = Holdings(type(self).__name__)
         self._failed: set[int] = set()
         self._values: dict[int, tuple[Store, Ticket]] = {}

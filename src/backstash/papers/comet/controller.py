@@ -219,6 +219,21 @@ class Comet(Policy):
         samples: int = 2,
         recompute: bool = True,
     ) -> None:
+        for name, given in {"layers": layers, "codec": codec}.items():
+            if not isinstance(given, str):
+                raise TypeError(
+                    f"comet was asked for {name}={given!r:.80}, but that is a name. Pass one such as 'conv'."
+                )
+        numbers = {"sigma": (sigma, int | float), "cosine": (cosine, int | float), "every": (every, int)}
+        for name, (number, kind) in (numbers | {"samples": (samples, int)}).items():
+            if isinstance(number, bool) or not isinstance(number, kind):
+                raise TypeError(f"comet was asked for {name}={number!r:.80}, but that is a number. Pass one such as 1.")
+        is_wrapped = hasattr(optimizer, "optimizer")
+        if optimizer is not None and not (is_wrapped or isinstance(optimizer, torch.optim.Optimizer)):
+            raise TypeError(
+                f"comet was asked for optimizer={optimizer!r:.80}, but that is no optimizer. Pass the one that trains, "
+                f"such as torch.optim.SGD(...), or None for whichever takes the steps."
+            )
         kinds = layers.split("+")
         if not set(kinds) <= set(LAYERS):
             raise UnknownNameError(

@@ -49,9 +49,17 @@ class Gist(Policy):
         return self.recompute
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recompute, bool):
+            raise TypeError(
+                f"Gist was asked for recompute={self.recompute!r:.80}, but that is True or False. Pass either."
+            )
         if self.format is not None:
             Minifloat(self.format)
         if self.fewbit is not None:
+            if isinstance(self.fewbit, bool):
+                raise TypeError(
+                    f"Gist was asked for fewbit={self.fewbit}, but that is a number of bits. Pass one such as 4."
+                )
             FewBit(bits=self.fewbit)
 
     def decide(self, saved: SavedTensor) -> Action:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from backstash import graphs, policies
+from backstash.arguments import check_count, check_word
 from backstash.errors import PlanError
 from backstash.planning.measure.hiding import Candidate, Hidden, hide, stays_after
 from backstash.planning.measure.link import SMALLEST, Link, folder, measured, of_speed
@@ -142,6 +143,10 @@ class OffloadHidden(Policy):
     _strange_nbytes: int = field(default=0, init=False, repr=False)  # that the decision does not know, of this step
 
     def __post_init__(self) -> None:
+        check_word(self.store, "store", "offload_hidden", "host")
+        for name, nbytes in (("nbytes", self.nbytes), ("smallest", self.smallest)):
+            if isinstance(nbytes, bool) or not isinstance(nbytes, int | None):
+                check_count(nbytes, name, "bytes", "offload_hidden")
         if min(self.nbytes or 0, self.smallest) < 0:
             raise PlanError(
                 f"offload_hidden was asked for nbytes={self.nbytes} and smallest={self.smallest}, but these are "
