@@ -616,6 +616,35 @@ def liger_function_that_loses_a_term() -> Step:
     return step_of(Net([Block(), Lossy()]), data().requires_grad_())
 
 
+class DrawsAgain(torch.autograd.Function):
+    """Recomputes with other random numbers, so that whatever draws later draws others, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.dropout(torch.tanh(x @ weight), 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = F.dropout(torch.tanh(x @ weight), 0.5)
+        return torch.autograd.grad(y, (x, weight), gradient)
+
+
+def function_that_draws_again_in_several_passes() -> Step:
+    weight = nn.Parameter(torch.randn(16, 16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            DrawsAgain.apply(torch.randn(4, 16, requires_grad=True), weight).square().sum().backward()
+            optimizer.step()
+
+    return step
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------
 
 
@@ -701,6 +730,7 @@ FAULTS: dict[Callable[[], Step], tuple[str, str]] = {
     megatron_checkpoint_without_generator_states: ("generator", "layers.1"),
     fairscale_checkpoint_without_autocast: ("autocast", "layers.0"),
     liger_function_that_loses_a_term: ("function", "layers.0"),
+    function_that_draws_again_in_several_passes: ("function", "leaf"),
     weights_laid_out_anew_before_backward: ("layout", "layers.1"),
     peft_reentrant_without_input_gradients: ("no gradient", "layers.0"),
 }
