@@ -26,7 +26,13 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backstash import accelerator
 from backstash.stash.ledger import GradientError
-from backstash.torch_internals import backward_engine, functorch_level, in_backward, replace_backward_engine
+from backstash.torch_internals import (
+    backward_engine,
+    functorch_level,
+    hide_from_dynamo,
+    in_backward,
+    replace_backward_engine,
+)
 
 if TYPE_CHECKING:
     from backstash.stash.value import Saved, Value
@@ -282,3 +288,7 @@ def _restore() -> None:
     if not _waiting and _engine is not None and backward_engine() is _start:
         replace_backward_engine(_engine)
         _engine = None
+
+
+hide_from_dynamo(_start)  # and not the program's hooks below it
+hide_from_dynamo(Monitor.before_backward, and_all_below=True)

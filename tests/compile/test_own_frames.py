@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
+from backstash.papers.comet import comet
 
 STEPS = 14
 
@@ -38,7 +39,10 @@ CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
     "lossless_stored": lambda model: bs.Session("lossless_stored", model=model, min_nbytes=0),
     "offload": lambda model: bs.Session("offload", model=model, min_nbytes=0),
     "quantized": lambda model: bs.Session("quantized", model=model, min_nbytes=0),
-    "budget": lambda model: bs.Budgeted("100%", min_nbytes=0),
+    "checked": lambda model: bs.Session("quantized", model=model, min_nbytes=0, check=3, check_limit=10.0),
+    "comet": lambda model: bs.Session(comet(every=3), model=model, min_nbytes=0),
+    "offload_hidden": lambda model: bs.Session("offload_hidden", model=model, min_nbytes=0),
+    "budget": lambda model: bs.Budgeted("1GiB", min_nbytes=0),
 }
 
 
@@ -93,6 +97,6 @@ def test_no_function_of_a_session_is_compiled(
 ) -> None:
     found = trained(network, extent, context)
     assert compiled == []
-    if context != "quantized":
+    if context not in ("quantized", "checked", "comet"):
         expected = trained(network, extent, None)
         assert all(torch.equal(own, plain) for own, plain in zip(found, expected, strict=True))

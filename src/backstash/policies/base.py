@@ -2,6 +2,7 @@
 
 Two more names are for a policy that watches nodes: ``op_of(node)`` is the op of an autograd node, as ``SavedTensor.op``
 says it, and in ``with no_torch_function():`` no Session sees the torch functions that the policy calls.
+``hide_from_dynamo`` keeps torch.compile away from hooks that a policy puts on nodes.
 """
 
 # ruff: noqa: B027  (the empty methods of Policy are defaults that do nothing, not forgotten abstract methods)
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from backstash.formulas import op_of
 from backstash.policies.actions import MAX_DEPTH, Action, Keep, Outcome, Recompute, Slice, Stash
 from backstash.saved import SavedTensor
-from backstash.torch_internals import no_torch_function
+from backstash.torch_internals import hide_from_dynamo, no_torch_function
 
 LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
 """The autograd nodes of losses, which some policies leave alone."""
@@ -40,6 +41,7 @@ __all__ = [
     "Sources",
     "Stash",
     "Wrapper",
+    "hide_from_dynamo",
     "no_torch_function",
     "op_of",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash.papers.comet.layers import Linear
-from backstash.policies.base import no_torch_function
+from backstash.policies.base import hide_from_dynamo, no_torch_function
 
 
 @dataclass(slots=True)
@@ -90,4 +90,5 @@ def collector(
                 reading.error = error if reading.error is None else reading.error + error
                 reading.cosine = smaller(reading.cosine, cosine)
 
+    hide_from_dynamo(collect, and_all_below=True)
     return collect
