@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,3 +101,67 @@ def test_no_function_of_a_session_is_compiled(
     if context not in ("quantized", "checked", "comet"):
         expected = trained(network, extent, None)
         assert all(torch.equal(own, plain) for own, plain in zip(found, expected, strict=True))
+
+
+ROUNDS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "a Session": lambda: repeated(bs.Session("lossless", min_nbytes=0)),
+    "a Session for each step": lambda: partial(bs.Session, "lossless", min_nbytes=0),
+    "a budget": lambda: repeated(bs.Budgeted("64MiB", min_nbytes=0)),
+    "a budget after another one": lambda: (used_up(), repeated(bs.Budgeted("64MiB", min_nbytes=0)))[1],
+}
+
+
+def repeated(context: Any) -> Callable[[], Any]:
+    return lambda: context
+
+
+def used_up() -> None:
+    """A budget of its own kept a training before."""
+    model, budget = _rows(), bs.Budgeted("64MiB", min_nbytes=0)
+    for _ in range(3):
+        with budget:
+            loss = model(torch.randn(6, 16)).sum()
+        loss.backward()
+    budget.close()
+
+
+@pytest.mark.parametrize("way", ["in place", "forward", "whole"])
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_what_is_compiled_runs_in_each_step(rounds: str, way: str) -> None:
+    """Torch gives up compiling after eight times, and Inductor's dropout has other numbers than eager mode's."""
+    counts = {"compiled": 0, "ran": 0}
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        counts["compiled"] += 1
+
+        def run(*args: Any) -> Any:
+            counts["ran"] += 1
+            return graph.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.last(torch.relu(self.first(x)))
+
+    model = nn.Sequential(Block(), nn.Linear(16, 4))
+    run = model
+    if way == "in place":
+        model[0].compile(backend=backend)
+    elif way == "forward":
+        model[0].forward = torch.compile(model[0].forward, backend=backend)
+    else:
+        run = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    context = ROUNDS[rounds]()
+    for step in range(20):
+        with context():
+            loss = run(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        assert counts["ran"] == step + 1
+    assert counts["compiled"] <= 3

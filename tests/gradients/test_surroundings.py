@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -84,6 +86,50 @@ def test_other_hooks_inside_a_session_take_over_where_they_are() -> None:
         loss = torch.tanh(h * 3).sum()
     assert [row.key for row in session.report().rows] == ["/Tanh#0:result"]
     assert difference(expected, torch.autograd.grad(loss, x)[0]) is None
+
+
+UNDER_A_MODE = """
+import sys
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from backstash import Session
+
+
+class Decomposes(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+modes = {
+    "flops": lambda: FlopCounterMode(display=False),
+    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "decomposes": Decomposes,
+    "sees": Sees,
+}
+model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.ReLU(), nn.Linear(16, 3))
+for _ in range(2):
+    with modes[sys.argv[1]](), Session("lossless", min_nbytes=0):
+        loss = model(torch.randn(6, 8)).square().mean()
+        loss.backward()
+with Session("lossless", min_nbytes=0):
+    loss = model(torch.randn(6, 8)).square().mean()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("mode", ["flops", "fake", "decomposes", "sees"])
+def test_the_first_session_of_a_process_is_made_inside_a_dispatch_mode(mode: str) -> None:
+    run = subprocess.run([sys.executable, "-c", UNDER_A_MODE, mode], capture_output=True, text=True, check=False)
+    assert run.stdout == "done\n", run.stderr
 
 
 PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {

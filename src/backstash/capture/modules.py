@@ -61,6 +61,9 @@ _numbers: tuple[int, int] | None = None
 _kept: set[object] = set()
 """Who asks for the hooks although nobody listens."""
 
+_numbers_of_others: list[int] = []
+"""The numbers of hooks that were added by add_pre_hook, in use or not."""
+
 _resting: nn.Module | None = None
 """Until whose call ends no hooks are called."""
 
@@ -118,11 +121,19 @@ def unlisten(listener: ModuleListener | None, is_here: bool) -> None:
 
 
 def add_pre_hook(hook: Hook) -> int:
-    """Has a hook called before each module's forward, and before all other hooks. Returns its number."""
+    """Has a hook called before each module's forward, and before all other hooks. Returns its number.
+
+    What torch has compiled is compiled anew where a global hook has another number, so numbers are used again.
+    """
     ignore_global_hooks_of_compiled_modules()
-    number = nn.modules.module.register_module_forward_pre_hook(hook).id
     hooks: Any = nn.modules.module._global_forward_pre_hooks  # an OrderedDict, which torch calls a dict
-    hooks.move_to_end(number, last=False)
+    with _lock:
+        number = next((number for number in _numbers_of_others if number not in hooks), None)
+        if number is None:
+            number = nn.modules.module.register_module_forward_pre_hook(hook).id
+            _numbers_of_others.append(number)
+        hooks[number] = hook
+        hooks.move_to_end(number, last=False)
     return number
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FrameType,
     FunctionType,
@@ -270,7 +271,7 @@ _of_torch: set[Callable[..., Any]] = set()
 _FILES_OF_TORCH = os.path.dirname(torch.__file__)
 _by_code: dict[CodeType, Callable[..., Any]] = {
     each.__code__: each
-    for owner in (F, torch.functional, Tensor)
+    for owner in (F, torch.functional, torch.autograd, torch.nn.init, Tensor)
     for each in vars(owner).values()
     if isinstance(each, FunctionType)
 }
@@ -299,12 +300,19 @@ def _original_of(func: Callable[..., Any], frame: FrameType) -> Callable[..., An
         code = frame.f_back.f_code
         if not code.co_filename.startswith(_FILES_OF_TORCH):
             return func  # a function of the program that offers itself
-        if code not in _by_code:  # it was wrapped before this module was imported
-            cells = tuple(CellType(frame.f_back.f_locals[name]) for name in code.co_freevars)
-            _by_code[code] = FunctionType(code, frame.f_back.f_globals, code.co_name, closure=cells)
+        if code not in _by_code:  # it was wrapped before this module was imported, or is in a module of few such
+            _by_code[code] = _within(func, code) or func
         return _by_code[code]
     name = next((name for name, each in vars(Tensor).items() if each is func), "")
     return compiled_method(name) or func
+
+
+def _within(wrapper: Callable[..., Any], code: CodeType) -> Callable[..., Any] | None:
+    """The function of that code that a wrapper refers to, wherever it has it from; None where it is not found."""
+    cells = getattr(wrapper, "__closure__", None) or ()
+    names = {**getattr(wrapper, "__globals__", {}), **getattr(wrapper, "__dict__", {})}
+    found = [*chain.from_iterable(map(gc.get_referents, cells)), *names.values(), *gc.get_referrers(code)]
+    return next((each for each in found if getattr(each, "__code__", None) is code), None)
 
 
 class _Kind:

@@ -32,12 +32,20 @@ from backstash.stash import seams
 from backstash.stash.decode import StashedTensor, has_direct
 from backstash.stash.seams import Readers
 from backstash.stash.value import Saved, Value
-from backstash.torch_internals import hide_from_dynamo, no_torch_function, running_node, saved_tensor_hooks
+from backstash.torch_internals import (
+    dispatch_mode,
+    hide_from_dynamo,
+    no_torch_function,
+    running_node,
+    saved_tensor_hooks,
+)
 
 
 def prepare() -> None:
     """Measures, on tiny steps, the counts of a gradient that nobody else holds (Note: [exclusive gradients])."""
-    if exclusive.is_measured() or saved_tensor_hooks(True) is not None:  # whose tensors cannot be hooked once more
+    # Tensors of other hooks cannot be hooked once more, and a mode of the program would see operations that are not its
+    # own, and may do something else in their place. A later Session measures then.
+    if exclusive.is_measured() or saved_tensor_hooks(True) is not None or dispatch_mode() is not None:
         return
     no_autocast = torch.autocast("cpu", enabled=False)
     with no_torch_function(), torch.inference_mode(False), torch.enable_grad(), no_autocast:
