@@ -96,10 +96,10 @@ def test_usable_arguments_are_accepted() -> None:
         (lambda: policies.quantized(True), TypeError, r"bits=True, but that is a number of bits"),
         (lambda: policies.quantized(4.0), TypeError, r"bits=4\.0, but that is a number of bits"),
         (lambda: gist(fewbit=True), TypeError, r"fewbit=True, but that is a number of bits"),
-        (lambda: gist(recompute=1), TypeError, r"recompute=1, but that is True or False"),
+        (lambda: gist(recompute=1), TypeError, r"recompute=1, but that is a switch"),
         (lambda: comet(5), TypeError, r"layers=5, but that is a name\. Pass one such as 'conv'"),
         (lambda: comet(sigma="x"), TypeError, r"sigma='x', but that is a number"),
-        (lambda: comet(every=1.5), TypeError, r"every=1\.5, but that is a number"),
+        (lambda: comet(every=1.5), TypeError, r"every=1\.5, but that is a number of steps"),
         (lambda: comet(optimizer=5), TypeError, r"optimizer=5, but that is no optimizer"),
         (
             lambda: comet(optimizer=torch.optim.SGD),

@@ -295,7 +295,7 @@ _FAMILY = {"arguments", "saved", "codecs", "policies.base", "policies.exact"}
 POLICIES = {
     "": {"facade", "policies"},
     "actions": {"saved", "codecs"},
-    "base": {"saved", "formulas", "torch_internals", "policies.actions"},
+    "base": {"arguments", "saved", "formulas", "torch_internals", "policies.actions"},
     "adapted": {"saved", "policies.actions", "policies.base"},
     "rules": {"saved", "policies.adapted", "policies.base"},
     "registry": {"errors", "policies.adapted", "policies.base"},

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
@@ -182,8 +182,9 @@ class Session:
         self._rewriting = None if rewriting is None else rewriting(model)
         self._rewritten: AbstractContextManager[object] | None = None
         self._peak: tuple[PeakRow, ...] = ()
-        given = {"model": model, "stores": stores, "check": check, "overwrite_gradients": overwrite_gradients}
-        self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, check_limit=check_limit, **given)
+        passed = ("model", "stores", "check", "check_limit", "overwrite_gradients")
+        given = {name: self._arguments[name] for name in passed}
+        self._replanned = replanned(self.policy, replan, min_nbytes=self.min_nbytes, **given)
         if self._replanned is not None:
             # Other Sessions do the work. What refers to this one would keep it, and a profiler that runs for it, until
             # the collector comes.
@@ -200,12 +201,7 @@ class Session:
         return type(self)(**(self._arguments | {"policy": copy.deepcopy(self._arguments["policy"])}))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._arguments["stores"]:
-            raise SessionError(
-                "a Session was asked to be pickled, but it has stores, which hold memory and files of this process. "
-                "Leave the Session out of what is saved, and make one where it is loaded."
-            )
-        return partial(type(self), **self._arguments), ()
+        return made_again(type(self), self._arguments)
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
@@ -614,6 +610,20 @@ class Session:
                 live.stashed_nbytes += self._replaying.begin_backward(live.nbytes)
             live.prefetcher.begin_backward()
             live.prefetcher.advance(live.below_peak)
+
+
+def made_again(make: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What pickle is given of a Session, or of what opens Sessions: how to make it anew.
+
+    Raises:
+        SessionError: there are stores among the arguments.
+    """
+    if arguments.get("stores"):
+        raise SessionError(
+            "a Session was asked to be pickled, but it has stores, which hold memory and files of this process. Leave "
+            "the Session out of what is saved, and make one where it is loaded."
+        )
+    return partial(make, **arguments), ()
 
 
 for _function in (Session.__enter__, Session._pack, Session._before_hold, Session._unpack):

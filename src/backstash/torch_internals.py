@@ -612,13 +612,13 @@ def break_graphs_at(function: Any, reason: str) -> None:
 
 _force_dispatch: Callable[[Any, Any], AbstractContextManager[None]] = find("_C._ForceDispatchKeyGuard")
 _included_dispatch: Callable[[], Any] = find("_C._dispatch_tls_local_include_set")
-_VMAP = find("_C._dispatch_key_parse")("VmapMode")
+_VMAP = find("_C._parse_dispatch_key")("VmapMode")  # None in a torch without it
 _outermost_dispatch = _included_dispatch(), find("_C._dispatch_tls_local_exclude_set")()
 
 
 def in_vmap() -> bool:
     """Whether functions are transformed: by functorch, or by the older vmap of ``torch.autograd.grad``."""
-    return functorch_level() is not None or _included_dispatch().has(_VMAP)
+    return functorch_level() is not None or (_VMAP is not None and _included_dispatch().has(_VMAP))
 
 
 def as_if_outermost() -> AbstractContextManager[None]:

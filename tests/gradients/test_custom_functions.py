@@ -157,3 +157,31 @@ def test_function_in_place_with_mark_dirty() -> None:
     with Session(Everything(), min_nbytes=0):
         loss = Doubles.apply(x * 3).exp().sum()
     assert difference(expected, torch.autograd.grad(loss, x)[0]) is None
+
+
+@pytest.mark.parametrize("hooks", ["identity", "Session"])
+def test_attributes_of_saved_tensors_are_lost_to_functions_under_hooks(hooks: str) -> None:
+    """As docs/understand/hazards.md says; those of parameters under hooks that do nothing as well."""
+    found = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            ctx.main = weight.main  # type: ignore[attr-defined]
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            found.append((hasattr(weight, "main"), ctx.main is main))
+            return gradient @ weight.t(), x.t() @ gradient
+
+    weight, main = torch.nn.Parameter(torch.randn(8, 8)), torch.zeros(8, 8)
+    weight.main = main  # type: ignore[attr-defined]
+    Looks.apply(torch.randn(8, 8), weight).sum().backward()
+    inside = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with inside if hooks == "identity" else Session(min_nbytes=0):
+        loss = Looks.apply(torch.randn(8, 8), weight).sum()
+    loss.backward()
+    assert found == [(True, True), (False, True)]

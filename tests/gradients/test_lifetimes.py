@@ -242,8 +242,6 @@ def test_a_storage_that_is_seen_as_two_dtypes_is_read_as_each_of_them(policy: st
 
 FREED = """
 import gc
-import subprocess
-import sys
 import torch
 from torch import nn
 import backstash as bs

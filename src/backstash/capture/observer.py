@@ -268,7 +268,7 @@ class _Operations(TorchDispatchMode):
 
 
 _of_torch: set[Callable[..., Any]] = set()
-_FILES_OF_TORCH = os.path.dirname(torch.__file__)
+_FILES_OF_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _by_code: dict[CodeType, Callable[..., Any]] = {
     each.__code__: each
     for owner in (F, torch.functional, torch.autograd, torch.nn.init, Tensor)

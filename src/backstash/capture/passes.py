@@ -45,12 +45,12 @@ def listen(listener: PassListener, of_grad: bool = False) -> Callable[[], None]:
         listener: who is told, once for each pass, however many times it asks.
         of_grad: whether ``torch.autograd.grad`` is a backward pass as well, where it makes no graph of its own.
     """
-    for told in (type(listener).begin_backward, type(listener).end_backward, type(listener).fail_backward):
-        hide_from_dynamo(told, and_all_below=True)
     reference = weakref.ref(listener, lambda dead: _forget(dead))
     with _lock:
         if all(each() is not listener for each, _ in _listeners):
             _listeners.append((reference, of_grad))
+            for told in (type(listener).begin_backward, type(listener).end_backward, type(listener).fail_backward):
+                hide_from_dynamo(told, and_all_below=True)
         for name in ("backward", "grad"):
             if name not in _installed:
                 original = getattr(torch.autograd, name)

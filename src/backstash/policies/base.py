@@ -1,8 +1,9 @@
 """The contract of a policy, which decides about saved tensors, and policies in front of others.
 
-Two more names are for a policy that watches nodes: ``op_of(node)`` is the op of an autograd node, as ``SavedTensor.op``
+More names are for a policy that watches nodes: ``op_of(node)`` is the op of an autograd node, as ``SavedTensor.op``
 says it, and in ``with no_torch_function():`` no Session sees the torch functions that the policy calls.
-``hide_from_dynamo`` keeps torch.compile away from hooks that a policy puts on nodes.
+``hide_from_dynamo`` keeps torch.compile away from hooks that a policy puts on nodes. The functions that begin with
+``check`` refuse arguments of other types.
 """
 
 # ruff: noqa: B027  (the empty methods of Policy are defaults that do nothing, not forgotten abstract methods)
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from backstash.arguments import check_count, check_number, check_switch, check_word
 from backstash.formulas import op_of
 from backstash.policies.actions import MAX_DEPTH, Action, Keep, Outcome, Recompute, Slice, Stash
 from backstash.saved import SavedTensor
@@ -41,6 +43,10 @@ __all__ = [
     "Sources",
     "Stash",
     "Wrapper",
+    "check_count",
+    "check_number",
+    "check_switch",
+    "check_word",
     "hide_from_dynamo",
     "no_torch_function",
     "op_of",

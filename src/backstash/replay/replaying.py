@@ -135,15 +135,7 @@ class Replaying:
 
         forward._live.beside = beside
 
-        def ask(name: str) -> Callable[..., Any]:
-            def asked(*args: Any) -> Any:
-                this = me()
-                assert this is not None
-                return getattr(this, name)(*args)
-
-            hide_from_dynamo(asked, and_all_below=True)
-            return asked
-
+        ask = partial(_asking, me)
         passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
         asked = [*passes, "distrust", "compare", "others", "encode", "fetch", "told"]
         own = {name: ask(f"_{name}") for name in asked}
@@ -152,21 +144,12 @@ class Replaying:
         self._native = native.Replayer(
             **own,
             **_CALLBACKS,
-            take_in=self._long_way(take_in),
+            take_in=_packing(forward, take_in),
             read=read,
             lock=forward._lock,
             is_planned=forward._live.buffers.is_planned,
         )
         self.pack, self.unpack = self._native.pack, self._native.unpack
-
-    def _long_way(self, take_in: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        forward = self._forward
-
-        def pack(x: Tensor) -> Any:
-            return take_in(x) if type(forward) is Forward else forward.pack(x)
-
-        hide_from_dynamo(pack, and_all_below=True)
-        return pack
 
     @property
     def is_running(self) -> bool:
@@ -501,6 +484,26 @@ class Replaying:
         raise RecomputedDifferentlyError(distrusted(self._forward._live, key, spec, recipe))
 
 
+def _asking(me: weakref.ref[Replaying], name: str) -> Callable[..., Any]:
+    """What calls a method of whom ``me`` refers to."""
+
+    def asked(*args: Any) -> Any:
+        this = me()
+        assert this is not None
+        return getattr(this, name)(*args)
+
+    return asked
+
+
+def _packing(forward: Forward, take_in: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """What packs on the long way, also while a pass is written down."""
+
+    def pack(x: Tensor) -> Any:
+        return take_in(x) if type(forward) is Forward else forward.pack(x)
+
+    return pack
+
+
 def _count_uses(learned: Passes) -> None:
     """Counts the passes that ran a script: a recipe that is due is proven in this pass, and codecs look again."""
     for value in learned.script.values:
@@ -705,7 +708,12 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "number_of": _number_of,
     "affine": _affine,
 }
-for _function in _CALLBACKS.values():
+_nobody: Any = None
+for _function in (
+    *_CALLBACKS.values(),
+    _asking(_nobody, ""),
+    _packing(_nobody, _nobody),
+):  # all closures share their code
     hide_from_dynamo(_function, and_all_below=True)
 
 

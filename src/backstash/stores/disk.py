@@ -51,6 +51,7 @@ class DiskStore:
 
     Raises:
         StoreError: no file can be created in ``directory``.
+        TypeError: an argument is of another type.
         ValueError: ``capacity`` is negative, or ``in_flight`` is less than 8 MiB.
 
     Example:

@@ -40,6 +40,7 @@ class HostStore:
         in_flight: bytes of the accelerator's memory that may wait for the end of their copy.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: ``capacity`` is negative.
 
     Example:

@@ -21,7 +21,8 @@ class TierStore:
         stores: the stores, the fastest first. All but the last need a capacity.
 
     Raises:
-        ValueError: ``stores`` is empty.
+        TypeError: these are no stores.
+        ValueError: ``stores`` is empty, or names a store twice.
 
     Example:
         >>> from backstash.stores import DeviceStore, HostStore

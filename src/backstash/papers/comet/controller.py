@@ -33,7 +33,18 @@ from backstash.papers.comet.layers import (
 from backstash.papers.comet.momentum import Momentum
 from backstash.papers.comet.record import Known, Record
 from backstash.policies import Lossless
-from backstash.policies.base import Action, Outcome, Policy, Recompute, Sources, Stash
+from backstash.policies.base import (
+    Action,
+    Outcome,
+    Policy,
+    Recompute,
+    Sources,
+    Stash,
+    check_count,
+    check_number,
+    check_switch,
+    check_word,
+)
 from backstash.saved import Need, SavedTensor
 
 Kept = tuple[KeptModel, KeptModel]
@@ -219,15 +230,14 @@ class Comet(Policy):
         samples: int = 2,
         recompute: bool = True,
     ) -> None:
-        for name, given in {"layers": layers, "codec": codec}.items():
-            if not isinstance(given, str):
-                raise TypeError(
-                    f"comet was asked for {name}={given!r:.80}, but that is a name. Pass one such as 'conv'."
-                )
-        numbers = {"sigma": (sigma, int | float), "cosine": (cosine, int | float), "every": (every, int)}
-        for name, (number, kind) in (numbers | {"samples": (samples, int)}).items():
-            if isinstance(number, bool) or not isinstance(number, kind):
-                raise TypeError(f"comet was asked for {name}={number!r:.80}, but that is a number. Pass one such as 1.")
+        check_word(layers, "layers", "comet", "conv")
+        check_word(codec, "codec", "comet", "szp")
+        check_number(sigma, "sigma", "comet", 0.01)
+        check_number(cosine, "cosine", "comet", 0.97)
+        for name, number in (("every", every), ("samples", samples)):
+            if not isinstance(number, int) or isinstance(number, bool):  # one below 0 has an error of its own
+                check_count(number, name, "steps" if name == "every" else "samples", "comet")
+        check_switch(recompute, "recompute", "comet")
         is_wrapped = hasattr(optimizer, "optimizer")
         if optimizer is not None and not (is_wrapped or isinstance(optimizer, torch.optim.Optimizer)):
             raise TypeError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from backstash.codecs import Binary, Csr, FewBit, Minifloat, Zvc
 from backstash.codecs.base import FLOATS, SINGLES
 from backstash.policies import Action, Lossless, Policy, Recompute, Stash
-from backstash.policies.base import LOSSES
+from backstash.policies.base import LOSSES, check_count, check_switch
 from backstash.saved import Need, SavedTensor
 
 
@@ -49,17 +49,11 @@ class Gist(Policy):
         return self.recompute
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recompute, bool):
-            raise TypeError(
-                f"Gist was asked for recompute={self.recompute!r:.80}, but that is True or False. Pass either."
-            )
+        check_switch(self.recompute, "recompute", "Gist")
         if self.format is not None:
             Minifloat(self.format)
         if self.fewbit is not None:
-            if isinstance(self.fewbit, bool):
-                raise TypeError(
-                    f"Gist was asked for fewbit={self.fewbit}, but that is a number of bits. Pass one such as 4."
-                )
+            check_count(self.fewbit, "fewbit", "bits", "Gist")
             FewBit(bits=self.fewbit)
 
     def decide(self, saved: SavedTensor) -> Action:

@@ -48,7 +48,7 @@ from backstash.planning.run.retry import Before, advise, is_of_collective, is_ou
 from backstash.planning.run.unhooked import Unhooked
 from backstash.planning.run.within import Within
 from backstash.policies import Policy, get
-from backstash.session import Session
+from backstash.session import Session, made_again
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
 from backstash.torch_internals import current_function_mode, has_compiled, hide_from_dynamo, in_backward
@@ -365,7 +365,7 @@ class Budgeted(Following):
         return Budgeted(self.budget, self.allow, **self._arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(Budgeted, self.budget, self.allow, **self._arguments), ()
+        return made_again(partial(Budgeted, self.budget, self.allow), self._arguments)
 
     # -- what there is to tell -----------------------------------------------------------------------------------
 

@@ -599,8 +599,8 @@ class Course:
             assert planner is not None
             budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
             nbytes = max(1, budget - bucket.margin) if len(tried) < MOST_PLANS else 1
-            may_survey = is_first and bucket.plan is None and surveyed < MOST_SURVEYED
-            may_survey = may_survey and not _is_far(planner.floor_nbytes, nbytes)
+            is_open = is_first and bucket.plan is None and surveyed < MOST_SURVEYED
+            may_survey = is_open and not _is_far(planner.floor_nbytes, nbytes)
             if may_survey and planner.floor_nbytes > nbytes:  # whatever a search would find
                 surveyed += 1
                 yield from self._survey_again(f"{size(planner.floor_nbytes)} are there whatever is done with values")
