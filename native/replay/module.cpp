@@ -52,7 +52,10 @@ void packed_dealloc(PyObject* object) {
     packed->counter.~VariableVersion();
     packed->original.~weak_intrusive_ptr();
     Py_CLEAR(packed->delegate);
-    if (--session->alive == 0) session->buffers.clear();
+    if (--session->alive == 0) {
+        session->buffers.clear();
+        session->leaning.clear();
+    }
     PyErr_Restore(type, error, trace);
     Py_TYPE(object)->tp_free(object);
 }
@@ -146,6 +149,7 @@ PyObject* replayer_call(PyObject* self, PyObject* const* args, Py_ssize_t number
     HANDLE_TH_ERRORS
     TORCH_CHECK(number == 3 && PyTuple_CheckExact(args[1]), "call takes a function, a tuple and a dict");
     if (replayer_of(self).run == nullptr) {
+        touch_later(replayer_of(self), args[0], args[1], args[2]);
         const Object otherwise = replayer_of(self).otherwise;
         return call(otherwise.get(), args[0], args[1], args[2]).release();
     }
@@ -203,7 +207,7 @@ PyObject* replayer_watch(PyObject* self, PyObject* otherwise) {
 
 PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(number == 3, "begin takes a script, the number of the step, and bytes");
+    TORCH_CHECK(number == 4, "begin takes a script, the number of the step, bytes, and whether it is to tell of changes");
     auto* script = static_cast<std::shared_ptr<const Script>*>(PyCapsule_GetPointer(args[0], "backstash.script"));
     if (script == nullptr) throw python_error();
     Replayer& replayer = replayer_of(self);
@@ -212,6 +216,10 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     run->session = replayer.session;
     run->number = PyLong_AsLongLong(args[1]);
     replayer.session->others_nbytes = PyLong_AsLongLong(args[2]);
+    replayer.session->tells = args[3] == Py_True;
+    std::erase_if(replayer.session->leaning, [](const auto& each) {
+        return std::all_of(each.second.begin(), each.second.end(), [](const auto& value) { return value.expired(); });
+    });
     run->values.resize(run->script->values.size());
     run->registers.resize(run->script->registers);
     run->inputs.resize(2 * run->script->calls.size());  // conversions come behind

@@ -28,6 +28,8 @@ PyObject* read(PyObject* reading, PyObject* packed);  // see held.Reading
 
 PyObject* pack(Replayer& replayer, PyObject* object);
 PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
+// Outside of a pass: what is made again from memory that the function may change, or hands on, is held again.
+void touch_later(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
 void break_run(Replayer& replayer);
 void end_run(Replayer& replayer, bool is_left);
 

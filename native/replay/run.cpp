@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 namespace backstash::replay {
 namespace {
@@ -541,11 +542,11 @@ bool remake(Run& run, Slot& slot, const at::Tensor& whole) {
     take_sample(run, slot, whole);
     for (const auto& leaf : slot.leaves)
         if (leaf->state == State::held && leaf->is_pending)
-            run.leaning[leaf->storage].push_back(slot.weak_from_this());
+            run.session->leaning[leaf->storage].push_back(slot.weak_from_this());
     for (const auto& [number, inputs] : slot.inputs)
         for (size_t index = 0; index < inputs->tensors.size(); ++index)
             if (inputs->versions[index] >= 0)
-                run.leaning[storage_of(inputs->tensors[index])].push_back(slot.weak_from_this());
+                run.session->leaning[storage_of(inputs->tensors[index])].push_back(slot.weak_from_this());
     if (slot.value.shares)
         for (const auto& leaf : slot.leaves) leaf->children.push_back(slot.weak_from_this());
     slot.state = State::remade;
@@ -630,35 +631,39 @@ void take_back(Run& run, Slot& slot, bool is_orphan) {
     slot.held_nbytes = 0;
     for (Packed* each : slot.members) each->dense = at::Tensor();
     call(run.session->take_back.get(), members.get(), Py_None, is_orphan ? Py_True : Py_False);
+    run.session->tells = true;  // it may be made again there
     run.session->others_nbytes = PyLong_AsLongLong(call(run.session->others.get()).get());
     // From here on only the delegates of its members know the value.
 }
 
+void hold_each(const std::vector<std::weak_ptr<Slot>>& values) {
+    const at::NoGradGuard unrecorded;
+    for (const auto& each : values) {
+        const auto slot = each.lock();
+        if (slot != nullptr && slot->state == State::remade && !slot->members.empty()) hold_again(slot);
+    }
+}
+
+void hold_all(Session& session) {
+    for (const auto& [storage, values] : std::exchange(session.leaning, {})) hold_each(values);
+}
+
 // Before memory changes, or is handed to who may change it unseen: nothing is made again from what it was.
-void touch(Run& run, const at::Tensor& x, bool is_unseen) {
+void touch(Session& session, Run* run, const at::Tensor& x, bool is_unseen) {
     if (!x.has_storage()) return;
     const void* storage = storage_of(x);
-    run.snapshots.erase(storage);
-    const auto referenced = run.referenced.find(storage);
-    if (referenced != run.referenced.end()) {
+    if (const auto leaning = session.leaning.extract(storage); !leaning.empty()) hold_each(leaning.mapped());
+    if (run == nullptr) return;
+    run->snapshots.erase(storage);
+    const auto referenced = run->referenced.find(storage);
+    if (referenced != run->referenced.end()) {
         for (const auto& each : referenced->second)
             if (const auto inputs = each.lock()) inputs->is_stale = true;
-        run.referenced.erase(referenced);
+        run->referenced.erase(referenced);
     }
-    const auto leaning = run.leaning.find(storage);
-    if (leaning != run.leaning.end()) {
-        const auto values = std::move(leaning->second);
-        run.leaning.erase(leaning);
-        for (const auto& each : values) {
-            const auto slot = each.lock();
-            if (slot == nullptr || slot->state != State::remade || slot->members.empty()) continue;
-            const at::NoGradGuard unrecorded;
-            hold_again(slot);
-        }
-    }
-    if (!is_unseen || static_cast<int64_t>(x.storage().nbytes()) < run.script->min_nbytes) return;
-    if (run.escaped.insert(storage).second) run.kept.push_back(weak_storage(x));
-    for (Register& each : run.registers)
+    if (!is_unseen || static_cast<int64_t>(x.storage().nbytes()) < run->script->min_nbytes) return;
+    if (run->escaped.insert(storage).second) run->kept.push_back(weak_storage(x));
+    for (Register& each : run->registers)
         if (each.is_known && each.storage._unsafe_get_target() == storage) each.is_bad = true;
 }
 
@@ -680,13 +685,18 @@ long effect_of(long kind, PyObject* args, PyObject* kwargs) {
 }
 
 // Tells what a function is about to do to its arguments; false where one of them may be the memory of anything.
-bool touch_all(Run& run, long effect, PyObject* args, PyObject* kwargs) {
+bool touch_all(Session& session, Run* run, long effect, PyObject* args, PyObject* kwargs) {
+    if (session.tells && run != nullptr) {  // else the observer tells
+        const Object named = kwargs == nullptr ? Object(Py_None) : Object(kwargs);
+        const Object number = Object::taken(PyLong_FromLong(effect));
+        session.tells = call(session.touched.get(), number.get(), args, named.get()).get() == Py_True;
+    }
     const bool is_unseen = effect == ESCAPES || effect == CHANGES_STATISTICS;
     const auto touch_one = [&](PyObject* arg) {
         if (is_plain(arg)) {
             const at::Tensor& x = THPVariable_Unpack(arg);
             if (effect == CHANGES_STATISTICS && (x.requires_grad() || is_parameter(arg, x))) return true;
-            touch(run, x, is_unseen);
+            touch(session, run, x, is_unseen);
             return true;
         }
         return arg == Py_None || PyBool_Check(arg) || PyLong_CheckExact(arg) || PyFloat_CheckExact(arg) ||
@@ -698,14 +708,31 @@ bool touch_all(Run& run, long effect, PyObject* args, PyObject* kwargs) {
             if (!touch_one(Object::taken(PySequence_GetItem(arg, index)).get())) return false;
         return true;
     };
-    const Py_ssize_t number = effect == CHANGES_SELF ? std::min<Py_ssize_t>(1, PyTuple_GET_SIZE(args)) : PyTuple_GET_SIZE(args);
-    for (Py_ssize_t index = 0; index < number; ++index)
-        if (!(effect == CHANGES_STATISTICS && index == 0) && !touch_each(PyTuple_GET_ITEM(args, index))) return false;
-    if (kwargs == nullptr || effect == CHANGES_SELF) return true;
-    PyObject *name, *arg;
-    for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &arg);)
-        if (!touch_each(arg)) return false;
-    return true;
+    const auto touch_those_of_all = [&] {
+        const Py_ssize_t all = PyTuple_GET_SIZE(args), number = effect == CHANGES_SELF ? std::min<Py_ssize_t>(1, all) : all;
+        for (Py_ssize_t index = 0; index < number; ++index)
+            if (!(effect == CHANGES_STATISTICS && index == 0) && !touch_each(PyTuple_GET_ITEM(args, index))) return false;
+        if (kwargs == nullptr || effect == CHANGES_SELF) return true;
+        PyObject *name, *arg;
+        for (Py_ssize_t at = 0; PyDict_Next(kwargs, &at, &name, &arg);)
+            if (!touch_each(arg)) return false;
+        return true;
+    };
+    const bool is_known = touch_those_of_all();
+    if (!is_known) hold_all(session);
+    return is_known;
+}
+
+// What is known of a function, as a number (see replaying._number_of); nothing where only the long way knows it.
+std::optional<long> kind_of(Replayer& replayer, PyObject* function) {
+    PyObject* known = PyDict_GetItemWithError(replayer.kinds.get(), function);
+    if (known != nullptr) return PyLong_AsLong(known);
+    PyErr_Clear();
+    const Object number = call(replayer.session->number_of.get(), function);
+    if (!number.is_none() && PyDict_SetItem(replayer.kinds.get(), function, number.get()) == 0)
+        return PyLong_AsLong(number.get());
+    PyErr_Clear();
+    return std::nullopt;
 }
 
 }  // namespace
@@ -777,29 +804,50 @@ void break_run(Replayer& replayer) {
     tell_end(replayer, run, true, run->in_call);
 }
 
+namespace {
+
+// What leans on memory that the program may change, of which nobody is told from now on, is held again; but for what costly
+// calls make: see Leaning.store_all.
+void hold_before_leaving(Session& session, Run* run) {
+    std::vector<std::weak_ptr<Slot>> found;
+    for (const auto& [storage, values] : session.leaning)
+        for (const auto& each : values) {
+            const auto slot = each.lock();
+            if (slot == nullptr || slot->value.shares) continue;
+            const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
+                const bool is_here = run != nullptr && run->script == leaf->script && run->values[leaf->number].lock() == leaf;
+                if (is_here && leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
+                return leaf->state == State::held && leaf->is_pending;
+            });
+            if (leans) found.push_back(each);
+        }
+    hold_each(found);
+}
+
+}  // namespace
+
 void end_run(Replayer& replayer, bool is_left) {
-    if (replayer.run == nullptr) return;
     const std::shared_ptr<Run> run = replayer.run;
     {
-        const Locked locked(run->session->lock.get());
-        for (const int number : run->order) decide(*run, number);
-        if (is_left)
-            for (auto& [storage, values] : run->leaning)
-                for (const auto& each : values) {
-                    const auto slot = each.lock();
-                    if (slot == nullptr || slot->state != State::remade || slot->members.empty()) continue;
-                    if (slot->value.shares) continue;  // see Leaning.store_all
-                    const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
-                        if (leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
-                        return leaf->state == State::held && leaf->is_pending;
-                    });
-                    const at::NoGradGuard unrecorded;
-                    if (leans) hold_again(slot);
-                }
+        const Locked locked(replayer.session->lock.get());
+        if (run != nullptr)
+            for (const int number : run->order) decide(*run, number);
+        if (is_left) hold_before_leaving(*replayer.session, run.get());
     }
+    if (run == nullptr) return;
     const bool is_whole = run->next_save == run->script->saves.size();
     replayer.run = nullptr;
     tell_end(replayer, run, !is_whole, false);
+}
+
+void touch_later(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs) {
+    Session& session = *replayer.session;
+    if (session.leaning.empty() || has_transform()) return;
+    if (kwargs != nullptr && (kwargs == Py_None || PyDict_Size(kwargs) == 0)) kwargs = nullptr;
+    const long kind = kind_of(replayer, function).value_or(ESCAPES);
+    const long effect = kind < 0 ? NONE : effect_of(kind, args, kwargs);
+    const Locked locked(session.lock.get());
+    if (effect != NONE) touch_all(session, nullptr, effect, args, kwargs);
 }
 
 PyObject* pack(Replayer& replayer, PyObject* object) {
@@ -840,18 +888,13 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
         return call(run->session->rare.get(), function, args, named.get()).release();
     };
     if (has_transform() || run->in_call) return PyObject_Call(function, args, kwargs);
-    PyObject* known = PyDict_GetItemWithError(replayer.kinds.get(), function);
-    if (known == nullptr) {
-        PyErr_Clear();
-        const Object number = call(run->session->number_of.get(), function);
-        if (number.is_none() || PyDict_SetItem(replayer.kinds.get(), function, number.get()) != 0) {
-            PyErr_Clear();
-            break_run(replayer);
-            return otherwise();
-        }
-        known = number.get();  // which the dict holds as well
+    const std::optional<long> known = kind_of(replayer, function);
+    if (!known.has_value()) {
+        touch_later(replayer, function, args, kwargs);
+        break_run(replayer);
+        return otherwise();
     }
-    const long kind = PyLong_AsLong(known);
+    const long kind = *known;
     if (kind < 0) {  // it begins a backward pass
         end_run(replayer, false);
         return otherwise();
@@ -860,7 +903,7 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     if (const long effect = effect_of(kind, args, kwargs); effect != NONE || run->due.contains(run->clock)) {
         const Locked locked(run->session->lock.get());
         look(*run);
-        if (effect != NONE && !touch_all(*run, effect, args, kwargs)) {
+        if (effect != NONE && !touch_all(*run->session, run.get(), effect, args, kwargs)) {
             break_run(replayer);
             return otherwise();
         }

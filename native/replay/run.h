@@ -136,7 +136,7 @@ private:
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
     X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
     X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
-    X(check_reference) X(fetch) X(view) X(told) X(damaged)
+    X(check_reference) X(fetch) X(view) X(told) X(damaged) X(touched)
 
 // Memory for samples on an accelerator, many in one allocation.
 struct Rows {
@@ -160,6 +160,10 @@ struct Session {
     int64_t nbytes = 0, remade_nbytes = 0, peak_nbytes = 0, stashed_nbytes = 0, needed_nbytes = 0, others_nbytes = 0;
     int64_t alive = 0;
     bool is_unpacked = false, stops = false;  // the policy says something else from now on
+    // By the storage of what the program may still change, in this pass or later, the values that are made again from it;
+    // and whether there are such values on the long way.
+    std::unordered_map<const void*, std::vector<std::weak_ptr<Slot>>> leaning;
+    bool tells = false;
     Buffers buffers;
     Rows rows;                                // of what the backward pass that runs makes again
     std::map<int64_t, std::vector<Comparison>> comparisons;  // by the number of the backward pass
@@ -206,7 +210,6 @@ struct Run {
     std::vector<Object> current;  // packed in the call in progress
     std::unordered_map<const void*, int> pending;
     std::unordered_map<const void*, std::vector<Snapshot>> snapshots;
-    std::unordered_map<const void*, std::vector<std::weak_ptr<Slot>>> leaning;
     std::unordered_map<const void*, std::vector<std::weak_ptr<Inputs>>> referenced;
     std::unordered_set<const void*> escaped;
     std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> kept;  // so that no address of `escaped` is given away

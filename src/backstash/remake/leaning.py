@@ -52,6 +52,13 @@ class Leaning:
         """Nobody can change the storage at that address any more."""
         self._values.pop(cdata, None)
 
+    def prune(self) -> bool:
+        """Forget values that are gone; returns whether any is left that is to be remade."""
+        alive = {cdata: [each for each in values if each() is not None] for cdata, values in self._values.items()}
+        self._values = {cdata: values for cdata, values in alive.items() if values}
+        found = (each() for values in self._values.values() for each in values)
+        return any(value is not None and value.state.recipe is not None for value in found)
+
     def clear(self) -> None:
         """Forget everything."""
         self._values.clear()

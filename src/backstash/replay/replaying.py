@@ -47,7 +47,7 @@ from backstash.capture import modules, naming, observer
 from backstash.capture.forward import Forward
 from backstash.capture.learned import Passes
 from backstash.capture.names import scalar_of
-from backstash.capture.side_effects import inplace_position
+from backstash.capture.side_effects import SideEffect, inplace_position
 from backstash.codecs import base
 from backstash.codecs.base import Encoded
 from backstash.codecs.direct import MaskBits, Readable
@@ -136,7 +136,7 @@ class Replaying:
         forward._live.beside = beside
 
         ask = partial(_asking, me)
-        passes = ["take_back", "name", "before_end", "begin_backward", "rare"]
+        passes = ["take_back", "name", "before_end", "begin_backward", "rare", "touched"]
         asked = [*passes, "distrust", "compare", "others", "encode", "fetch", "told"]
         own = {name: ask(f"_{name}") for name in asked}
         self._first_on_the_long_way = ask("_begin_long_way")
@@ -205,7 +205,7 @@ class Replaying:
                 learned.step.begin_again()
                 self._native.watch(self._first_on_the_long_way)
                 self._running = learned.script
-                self._native.begin(learned.read, number, others_nbytes)
+                self._native.begin(learned.read, number, others_nbytes, self._tape.leaning.prune())
                 replace_dispatch_to_modes(native.handle_torch_function)
                 return True
             _count_uses(learned)
@@ -253,7 +253,10 @@ class Replaying:
 
     def end(self, is_left: bool) -> None:
         """The pass is over: backward begins, or the Session is left."""
-        if self._native.is_running:
+        session = self._session()
+        if is_left and session is not None and self._tape.leaning.prune():
+            session.prepare(self._forward.step)  # of earlier passes, whose graphs are still there
+        if is_left or self._native.is_running:
             self._native.end(is_left)
 
     def end_recording(self, step: Step) -> None:
@@ -368,6 +371,20 @@ class Replaying:
             self._learned.forget()
         if in_call:
             self._forward.depth += 1
+
+    def _touched(self, effect: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """A function is about to change memory, or to hand it on, from which values of the long way may be made again.
+
+        Returns:
+            Whether there are such values.
+        """
+        session = self._session()
+        if session is None or not self._tape.leaning.prune():
+            return False
+        session.prepare(self._forward.step)
+        with no_torch_function():
+            self._forward.before_side_effect(SideEffect(effect), args, kwargs or {})
+        return True
 
     def _take_back(self, members: Any, unnamed: Any, is_orphan: bool) -> None:
         """Makes ordinary saved tensors of what a pass has packed, with names or before it is named."""
