@@ -39,7 +39,7 @@ PATTERNS = ("AAABAA", "AABAAB", "AAABAAC", "ABABAB", "AABBAA", "AAAABC", "ABCABC
 SHARE_CHANGING = 0.25
 """Share of programs that change from step to step, where the caller does not say."""
 
-LATER = ("changing", "ducks")
+LATER = ("changing", "ducks", "earlier")
 """Features that are drawn from numbers of their own, so that the programs without them are the same as before."""
 
 
@@ -99,8 +99,7 @@ class _Generator:
         self.seed, self.length = seed, length
         optional = [name for name in FEATURES if name not in (*COMMON, *LATER)]
         drawn = [name for name in optional if self.random.random() < 0.25]
-        if Random(f"ducks {seed}").random() < 0.25:
-            drawn.append("ducks")
+        drawn += [name for name in ("ducks", "earlier") if Random(f"{name} {seed}").random() < 0.25]
         chosen = {*COMMON, *(drawn if features is None else features), *(["changing"] if changing else [])} - set(off)
         self.features = [name for name in FEATURES if name in chosen]
         self.changing = "changing" in chosen

@@ -41,6 +41,7 @@ FEATURES: dict[str, float] = {
     "create_graph": 0.7,
     "second_derivatives": 0.7,
     "partial_backward": 1,
+    "earlier": 1,
     "changing": 8,
 }
 """Groups of kinds, and how often a statement is of one of them."""
@@ -230,6 +231,7 @@ _UNSEEN = [
         data_copy="{a}.data.copy_({a}.data.tanh())",
         data_clamp="{a}.data.clamp_max_(1)",
         data_set_item="{a}.data[{a}.data > 1] = 1",
+        data_set_one="{a}.data[(-1,) * {a}.dim()] = 1",  # of which there may be no sample
         data_assign="{a}.data = {a}.data * 0.5",
         foreach_mul="torch._foreach_mul_([{a}.data], 2)",
         clamp_out="torch.clamp({a}.data, max=1, out={a}.data)",
@@ -239,6 +241,7 @@ _UNSEEN = [
         detached_mul="{a}.detach().mul_(0.5)",
     ),
     Kind("numpy_write", "unseen", "{a}.detach().numpy()[...] *= 0.5", BETWEEN, strict=True),
+    Kind("numpy_set_one", "unseen", "{a}.detach().numpy()[(-1,) * {a}.dim()] = 1", BETWEEN, strict=True),
     Kind("numpy_clamp", "unseen", "{a}.detach().numpy().clip(max=1, out={a}.detach().numpy())", BETWEEN, strict=True),
 ]
 
@@ -487,6 +490,14 @@ _BACKWARD = [
         "gradient_of_leaf",
         "partial_backward",
         "kept.extend(torch.autograd.grad({a}, [x], retain_graph={retain}, allow_unused=True))",
+        BACKWARD,
+        {"retain": (False, True)},
+    ),
+    Kind("keep_graph", "earlier", "earlier.append({a})", BACKWARD),
+    Kind(
+        "earlier_backward",
+        "earlier",
+        "(earlier.pop() if earlier else {a}).backward(retain_graph={retain})",
         BACKWARD,
         {"retain": (False, True)},
     ),

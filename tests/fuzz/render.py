@@ -70,8 +70,7 @@ def program_code(program: Program) -> str:
     declared = [name for name in pieces.DECLARATIONS if name in words]
     around = program.sessions == "around"
     lines = ["def program(session, seen):", f"    torch.manual_seed({program.seed})", "    kept = []"]
-    if "accumulates" in words:
-        lines.append("    accumulates = []")
+    lines += [f"    {name} = []" for name in ("accumulates", "earlier") if name in words]
     lines += [f"    {_fill(pieces.DECLARATIONS[name], {'C': channels, 'W': width})}" for name in declared]
     lines.append(f"    x = torch.randn({batch}, {channels}, {height}, {width}).requires_grad_()")
     modules = [name for name in declared if name != "scale"]

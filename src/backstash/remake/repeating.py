@@ -29,6 +29,7 @@ Note: [as called]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -100,6 +101,20 @@ def repeat(
     Returns:
         The result, without a graph. If ``take`` is given, what the function has returned.
     """
+    try:
+        return _repeat(call, function, tensors, take)
+    except Warning:  # a filter makes an error of it, and the program's own call has warned before
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _repeat(call, function, tensors, take)
+
+
+def _repeat(
+    call: Call,
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    take: Callable[[int, Tensor], None] | None,
+) -> Tensor:
     needs_grad = call.needs_grad
     if needs_grad:
         tensors = [x.detach().requires_grad_() if each else x for x, each in zip(tensors, needs_grad, strict=True)]
