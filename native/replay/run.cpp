@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -854,18 +853,20 @@ PyObject* pack(Replayer& replayer, PyObject* object) {
     if (replayer.run == nullptr || is_in_backward() || has_transform())
         return call(replayer.session->take_in.get(), object).release();
     const std::shared_ptr<Run> run = replayer.run;
-    if (run->session->stops) {
-        break_run(replayer);
+    const auto on_the_long_way = [&] {
+        {
+            const Unheard unheard;
+            break_run(replayer);
+        }
         return call(replayer.session->take_in.get(), object).release();
-    }
+    };
+    if (run->session->stops) return on_the_long_way();
     const bool is_followed = is_plain(object) && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
                              run->next_save < run->script->saves.size();
     const at::Tensor* x = is_followed ? &THPVariable_Unpack(object) : nullptr;
-    if (x == nullptr || !is_like(*run, run->script->saves[run->next_save], object, *x)) {
-        break_run(replayer);
-        return call(replayer.session->take_in.get(), object).release();
-    }
+    if (x == nullptr || !is_like(*run, run->script->saves[run->next_save], object, *x)) return on_the_long_way();
     const Save& save = run->script->saves[run->next_save];
+    const Unheard unheard;  // a function of the program's own saves outside of all calls
     const at::NoGradGuard unrecorded;
     ++run->next_save;
     PyObject* packed = take(*run, save, object, *x);

@@ -3,6 +3,7 @@
 
 #include "program.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <map>
@@ -259,6 +260,17 @@ public:
 
 private:
     PyThreadState* state_;
+};
+
+// What runs as long as it is there is told to no function mode: see torch_internals.no_torch_function.
+class Unheard {
+public:
+    Unheard() { Modes::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
+    ~Unheard() { Modes::set_disabled_state(before_); }
+
+private:
+    using Modes = at::impl::PythonTorchFunctionTLS;
+    at::impl::TorchFunctionDisabledState before_ = Modes::get_disabled_state();
 };
 
 class Locked {
