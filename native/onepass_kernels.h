@@ -68,13 +68,17 @@ inline void normalise(const RowJob& job, float* __restrict x, float mean, float 
         }
         return;
     }
-    if (job.mean != nullptr) {
+    if (job.mean != nullptr && job.order == int(Order::Shifted)) {
+        const float shift = -(rstd * mean);
+        for (int64_t i = 0; i < n; ++i) x[i] = shifted(x[i], shift, rstd);
+    } else if (job.mean != nullptr) {
         for (int64_t i = 0; i < n; ++i) x[i] = centred(x[i], mean, rstd);
     } else {
         for (int64_t i = 0; i < n; ++i) x[i] *= rstd;
     }
     switch (Order(job.order)) {
-        case Order::Normalized: return weigh<Order::Normalized>(x, of.weight, of.bias, n);
+        case Order::Normalized:
+        case Order::Shifted: return weigh<Order::Normalized>(x, of.weight, of.bias, n);
         case Order::Rounded: round_to(x, job.out_type, n, job.nan); [[fallthrough]];
         default: return weigh<Order::Separate>(x, of.weight, of.bias, n);
     }

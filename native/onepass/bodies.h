@@ -10,6 +10,7 @@ enum class Order : int {
     Separate = 1,    // (x - mean) * rstd * weight + bias
     Scaled = 2,      // fma(x, rstd * weight, fma(-mean, rstd * weight, bias))
     Rounded = 3,     // as Separate; (x - mean) * rstd is rounded to the result's type before it is multiplied
+    Shifted = 4,     // fma(fma(x, rstd, -(rstd * mean)), weight, bias)
 };
 
 // Functions of one number; their codes are those of layout.ComputedCurve.
@@ -56,8 +57,10 @@ BS_BODY void narrow(float x, uint16_t nan, Half& to) {
 
 // A norm's element in two halves, because Rounded rounds what is between them.
 BS_BODY float centred(float x, float mean, float rstd) { return (x - mean) * rstd; }
+BS_BODY float shifted(float x, float shift, float rstd) { return fmaf(x, rstd, shift); }
 BS_BODY float weighted(float normal, float weight, float bias, Order order) {
-    return order == Order::Normalized ? fmaf(normal, weight, bias) : normal * weight + bias;
+    const bool is_fused = order == Order::Normalized || order == Order::Shifted;
+    return is_fused ? fmaf(normal, weight, bias) : normal * weight + bias;
 }
 
 // Of Scaled: one product and sum for each element, of coefficients that neighbours share.

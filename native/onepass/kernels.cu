@@ -138,9 +138,10 @@ __device__ void row_norm(const T* x, const T* residual, const float* mean, const
         if (order == int(Order::Scaled)) {
             value = on_line(value, line_of(m, r, w, b));
         } else {
-            value = mean ? centred(value, m, r) : value * r;
+            const bool is_shifted = order == int(Order::Shifted);
+            value = !mean ? value * r : is_shifted ? shifted(value, -(r * m), r) : centred(value, m, r);
             if (order == int(Order::Rounded)) value = rounded_as<O>(value, nan);
-            if (bias != nullptr) value = weighted(value, w, b, order == int(Order::Normalized) ? Order::Normalized : Order::Separate);
+            if (bias != nullptr) value = weighted(value, w, b, Order(order));
             if (bias == nullptr && weight != nullptr) value *= w;
         }
         values[i] = value;

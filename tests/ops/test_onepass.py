@@ -15,6 +15,7 @@ from backstash.codecs.base import flat
 from backstash.errors import DamagedPlanesError
 from backstash.ops.layout import Activation, ComputedCurve, NormOrder, images
 from backstash.ops.onepass.reference import CODES, error_function, exponential
+from backstash.remake import onepass
 
 NAN = {torch.float32: 0, torch.float16: 0, torch.bfloat16: 0xFFFF}
 """Bits of a NaN that ATen's vectors round."""
@@ -138,6 +139,22 @@ def test_a_layer_norm_has_the_bits_of_torch(width: int) -> None:
             zeros = torch.zeros(width) if given[1] is None else given[1]  # ATen adds a zero where there is no bias
             cpu.row_norm(x, None, *statistics, given[0], zeros, order, 0, out)
         assert any(same(out, expected) for out in found.values())
+
+
+@native_test
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_the_order_of_a_layer_norm_is_found_out(dtype: torch.dtype) -> None:
+    """Numbers of 16 bits hide the order of all but a few elements in a million."""
+    order = onepass.order_of(torch.device("cpu"), dtype, torch.float32)
+    if not order:
+        pytest.skip("no order of ours is that of this processor")
+    width, rows = 768, 2000
+    x = numbers(rows, width, dtype=dtype) + torch.arange(rows).view(rows, 1).sin().mul(20).to(dtype)
+    weight, bias = numbers(width, seed=1), numbers(width, seed=2)
+    expected, mean, rstd = torch.native_layer_norm(x, (width,), weight, bias, 1e-5)
+    result = torch.empty_like(x)
+    cpu.row_norm(x, None, mean.flatten(), rstd.flatten(), weight, bias, NormOrder[order], NAN[dtype], result)
+    assert same(result, expected)
 
 
 ROUNDS_OTHERWISE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)

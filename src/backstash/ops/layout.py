@@ -59,6 +59,8 @@ class NormOrder(IntEnum):
     """``fma(x, rstd * weight, fma(-mean, rstd * weight, bias))``: ATen's group norm on x86."""
     ROUNDED = 3
     """As SEPARATE, but ``(x - mean) * rstd`` is rounded to the result's dtype: RMS norms of transformers."""
+    SHIFTED = 4
+    """``fma(fma(x, rstd, -(rstd * mean)), weight, bias)``: ATen's layer norm of 16 bits with float32 weights on x86."""
 
 
 class ComputedCurve(IntEnum):

@@ -170,10 +170,15 @@ def row_norm(
         scale = (r * (1 if w is None else w)).expand_as(y)
         y = fused(y, scale, fused((-m).expand_as(y), scale, (zeros if b is None else b.expand_as(y))))
     else:
-        y = y * r if mean is None else (y - mean.view(-1, 1)) * r
+        if mean is None:
+            y = y * r
+        elif order == NormOrder.SHIFTED:
+            y = fused(y, r.expand_as(y), (-(r * mean.view(-1, 1))).expand_as(y))
+        else:
+            y = (y - mean.view(-1, 1)) * r
         if order == NormOrder.ROUNDED:
             y = _wide(rounded(y, out.dtype, nan))
-        if order == NormOrder.NORMALIZED and b is not None:
+        if order in (NormOrder.NORMALIZED, NormOrder.SHIFTED) and b is not None:
             y = fused(y, ones if w is None else w.expand_as(y), b.expand_as(y))
         else:
             y = y if w is None else y * w
