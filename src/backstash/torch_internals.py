@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -1036,6 +1036,17 @@ def checkpointed_arguments() -> list[tuple[str, Any]]:
 
 is_seeded_tag: Any = torch.Tag.nondeterministic_seeded
 """The tag of operators that draw random numbers."""
+
+
+def has_own_handler(operators: Iterable[str]) -> bool:
+    """Whether DTensor leaves one of these operators, such as ``aten::relu``, to a function of its own at this time.
+
+    Where it is not known which operators these are, it may.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(tensors, "DTensor", None), "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", None)
+    return handlers is None or not {each.name().partition(".")[0] for each in handlers}.isdisjoint(operators)
 
 
 def default_group_store() -> Any:

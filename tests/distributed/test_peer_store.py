@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +92,101 @@ def test_what_does_not_fit_goes_to_the_next_store_and_wrong_peers_are_refused(tm
 def test_without_a_process_group_there_is_no_peer() -> None:
     with pytest.raises(StoreError, match=r"no process group\. Call torch\.distributed\.init_process_group"):
         PeerStore(0)
+
+
+def swapping() -> int:
+    """How many values are wrong where one rank reads while the other one puts, and each holds the other's."""
+    store, rank, raw = PeerStore(1 - dist.get_rank()), dist.get_rank(), get("raw")
+    expected = [1000.0 * (rank + 1) + number for number in range(200)]
+    tickets: list[Any] = []
+
+    def put() -> None:
+        tickets.extend(store.put(raw.encode(torch.full((1000,), number))) for number in expected)
+
+    def count_wrong() -> int:
+        found = (store.get(ticket).planes["values"] for ticket in tickets)
+        return sum(not bool((values == number).all()) for values, number in zip(found, expected, strict=True))
+
+    wrong = 0
+    for reader in (0, 1):
+        if rank == reader:
+            if not tickets:
+                put()
+            dist.barrier()
+            wrong += count_wrong()
+        else:
+            dist.barrier()
+            if not tickets:
+                put()
+        dist.barrier()
+    wrong += count_wrong()
+    dist.barrier()
+    store.close()
+    return wrong
+
+
+def resting() -> bool:
+    """Whether a value is held after a rest that is longer than groups wait by default."""
+    before = dist.distributed_c10d.default_pg_timeout
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=1)
+    try:
+        store = PeerStore(1 - dist.get_rank())
+    finally:
+        dist.distributed_c10d.default_pg_timeout = before
+    ticket = store.put(get("raw").encode(torch.ones(1000)))
+    time.sleep(3)
+    other = store.put(get("raw").encode(torch.full((1000,), 2.0)))
+    values = [store.get(each).planes["values"] for each in (ticket, other)]
+    dist.barrier()
+    store.close()
+    return all(bool((x == number).all()) for x, number in zip(values, (1.0, 2.0), strict=True))
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_each_others_values(tmp_path: Path) -> None:
+    assert run_together(tmp_path, swapping) == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_peer_waits_for_requests_as_long_as_there_are_none(tmp_path: Path) -> None:
+    assert run_together(tmp_path, resting) == [True, True]
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from backstash.codecs import get
+from backstash.stores import PeerStore
+
+rank, ending = int(sys.argv[1]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+store = PeerStore(1 - rank)
+store.get(store.put(get("raw").encode(torch.ones(1000))))
+dist.barrier()
+if ending != "well":
+    try:
+        if rank == 1:
+            raise ValueError("rank 1 fails")
+        dist.barrier()
+    finally:
+        if ending == "closed":
+            store.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "code"), [("well", 0), ("open", 1), ("closed", 1)])
+def test_ranks_end_as_they_do_without_a_store(tmp_path: Path, ending: str, code: int) -> None:
+    """Without ``close``, and where an error ends one of them while the other waits for it."""
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    meeting = str(tmp_path / "meeting")
+    ranks = [
+        subprocess.Popen([sys.executable, str(program), str(rank), meeting, ending], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [code, code], said
+    assert code == 0 or "ValueError: rank 1 fails" in said[1]
+    assert "terminate called" not in "".join(said)

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -103,6 +104,34 @@ def _tensor_parallel(plan: str) -> dict[str, float]:
     assert ratios["lossless"] > 1.3, ratios
     assert_no_weight_encoded(make, weights)
     return ratios
+
+
+def _parallel_loss(sizes: tuple[int, ...]) -> None:
+    """A loss of logits that are sharded over the classes, whose backward is not that of the operator of its node."""
+    mesh = _mesh()
+    classes = torch.randint(INNER, (ROWS, *sizes), generator=torch.Generator().manual_seed(3))
+
+    def make() -> tuple[nn.Module, Callable[[int], Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, INNER))
+        plan: dict[str, Any] = {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        parallelize_module(model, mesh, plan)
+
+        def forward(step: int) -> Tensor:
+            x = batch(step) if not sizes else batch(step).unsqueeze(1).expand(-1, *sizes, -1)
+            logits = model(x)
+            return F.cross_entropy(logits.flatten(0, -2), classes.flatten(), ignore_index=1, label_smoothing=0.0)
+
+        return model, forward
+
+    with loss_parallel():
+        for policy in (*EXACT, "lossless_stored"):
+            assert_same_bits(make, policy, min_nbytes=0)
+
+
+@pytest.mark.parametrize("sizes", [(), (4,)])
+def test_losses_of_sharded_logits(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    run_together(tmp_path, _parallel_loss, sizes)
 
 
 @pytest.mark.parametrize("plan", list(_PLANS))

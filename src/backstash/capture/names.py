@@ -428,7 +428,7 @@ class Names:
             wrapping = saved.origin.wrapping
             reading = formulas.requirement_of(asked, role, spec, specs, op) if builtin else formulas.VALUE
             if wrapping is not None:
-                reading = wrapping.reading(reading)
+                reading = wrapping.reading(reading, op, role)
             claimable = builtin and wrapping is None and self._can_claim(op, role, spec)
             places.append(Place(_facts(frame, op, number, role, spec, reading, members[role]), claimable))
             members[role] += 1

@@ -156,7 +156,8 @@ def _layer_norm(recipe: Recipe, out: TensorSpec | None = None) -> OnePass | None
         return None
     if out.dtype not in (x.spec.dtype, *SHORT) or (out.dtype in SHORT and width % LINE):
         return None
-    order = order_of(x.spec.device, x.spec.dtype, next((each.given.tensor.dtype for each in held if each), None))
+    vectors = [each.given.tensor.dtype for each in held if each is not None]  # type: ignore[union-attr]
+    order = order_of(x.spec.device, x.spec.dtype, vectors[0] if vectors else None)
     if not order:
         return None
     return _row_norm(x, call, held, NormOrder[order], out)

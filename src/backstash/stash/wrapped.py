@@ -16,7 +16,9 @@ Note: [needs of a wrapper]
     The needs table says what a formula reads of the wrapper's elements. The inner tensor may be reduced to the same
     need only if its elements are elements of the wrapper. They are in a DTensor that is sharded or replicated, but the
     sign of a sum over ranks is not known from the sign of a summand, and of another subclass nothing is known. Those
-    need their value.
+    need their value. So does what is read by an operator that DTensor leaves to a function of its own: inside
+    ``loss_parallel`` the backward of a loss is one with that of its softmax, and computes with logits of which aten's
+    reads the sizes alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torch import Tensor
 from backstash import codecs, formulas
 from backstash.errors import SavedTensorModifiedError
 from backstash.saved import PLAIN, Need, TensorSpec, is_odd, is_tensor
-from backstash.torch_internals import is_traceable_wrapper_subclass, without_gradients
+from backstash.torch_internals import has_own_handler, is_traceable_wrapper_subclass, without_gradients
 
 
 def inner_tensor(x: Tensor) -> Tensor | None:
@@ -89,12 +91,20 @@ class Wrapping:
         self._dtype = inner.dtype
         self._is_elementwise = _is_elementwise(x)
 
-    def reading(self, reading: formulas.Requirement) -> formulas.Requirement:
+    def reading(self, reading: formulas.Requirement, op: str, role: str) -> formulas.Requirement:
         """What backward reads of the inner tensor if it reads ``reading`` of the wrapper.
 
         Note: [needs of a wrapper] says why that may be more.
+
+        Args:
+            reading: of the wrapper.
+            op: of the node that has saved it, as in the needs table.
+            role: the node's name for it.
         """
         if not self._is_elementwise:
+            return formulas.VALUE
+        formula = formulas.FORMULAS.get((op, role))
+        if formula is None or has_own_handler(operator for operator, _ in formula.operators):
             return formulas.VALUE
         return replace(reading, window=None) if reading.need is Need.INDEX else reading
 

@@ -3,13 +3,23 @@
 Note: [a peer's memory]
     Each rank is a client of its peer, and serves whoever has it as a peer, on a thread of its own. What they send each
     other goes through a process group of its own, so that it cannot come between the program's collectives, and each
-    value has a tag of its own, so that values may come back in any order. What is dropped may be dropped by a
-    finalizer, which must not wait for a connection; so the peer is told with the next value that is put or asked for.
+    value has a tag of its own for each direction, so that values may come back in any order, and beside those that two
+    ranks put at each other. What is dropped may be dropped by a finalizer, which must not wait for a connection; so the
+    peer is told with the next value that is put or asked for.
+
+    A server waits for requests for as long as there are none. gloo closes all connections of a group where one wait
+    ends in vain, so the group has no timeout, and what a client waits for has one of its own. A thread that comes back
+    from gloo when the interpreter is ending aborts the process. So a store that is open then is closed, and ranks wait
+    for each other a little. They do not wait longer where an error ends one of them: its peer may wait for that rank in
+    a collective of the program's.
 """
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
+from datetime import timedelta
 from itertools import count
 from threading import Thread
 from typing import Any
@@ -26,10 +36,16 @@ from backstash.stores.blocks import BlockedValue, gather_planes, plane_bytes
 _PUT, _GET, _DROP, _END = range(4)
 
 _REQUESTS, _FIRST = 1, 2
-"""Tags: of requests, and of the first value's bytes."""
+"""Tags: of requests, and of the first value's bytes on their way to the peer. On its way back it has the next one."""
 
 _TAGS = 1 << 20
 """So many values may be under way before a tag is used again."""
+
+_PATIENCE, _FOREVER = timedelta(minutes=30), timedelta(days=365)
+"""How long a client waits for its peer, and a server for a request."""
+
+_GRACE = 2.0
+"""Seconds in which other ranks may close theirs where an error, or the interpreter's end, closes this rank's."""
 
 
 class PeerStore:
@@ -57,7 +73,7 @@ class PeerStore:
             )
         rank, world = dist.get_rank(), dist.get_world_size()
         is_rank = isinstance(peer, int) and not isinstance(peer, bool) and 0 <= peer < world
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
         peers: list[Any] = [None] * world
         dist.all_gather_object(peers, peer if is_rank and peer != rank else None, group=self._group)
         if None in peers:
@@ -77,6 +93,7 @@ class PeerStore:
         self._servers = [Thread(target=_serve, args=(self._group, client), daemon=True) for client in clients]
         for server in self._servers:
             server.start()
+        _open.add(self)
 
     def __repr__(self) -> str:
         return f"PeerStore(peer={self.peer}, capacity={self._holdings.capacity})"
@@ -97,7 +114,7 @@ class PeerStore:
                 memory = torch.empty(value.nbytes, dtype=torch.uint8)
                 gather_planes(value.places, [plane_bytes(plane) for plane in encoded.planes.values()], 0, memory)
                 self._ask(_PUT, value)
-                self._transfer(lambda: dist.send(memory, self.peer, group=self._group, tag=_tag(value.ticket.number)))
+                self._give(memory, _tag(value.ticket.number))
             except BaseException:
                 self._forget(value.ticket)
                 raise
@@ -120,7 +137,7 @@ class PeerStore:
             self._require_open()
             value = self._values[ticket.number]
             memory, work = self._coming.get(ticket.number) or self._fetch(value)
-            self._transfer(work.wait)
+            self._transfer(lambda: work.wait(_PATIENCE))
             self._coming.pop(ticket.number, None)
             return value.encoded(memory)
 
@@ -134,20 +151,35 @@ class PeerStore:
             return self._holdings.usage()
 
     def close(self) -> None:
-        """Ends the connection; all ranks call it. Values that were put are gone. A second call does nothing."""
+        """Ends the connection; all ranks call it, and wait for each other unless an error is on its way.
+
+        Values that were put are gone. A second call does nothing.
+
+        Raises:
+            StoreError: the peer is gone, and no other error is on its way.
+        """
+        self._close(sys.exc_info()[0] is not None)
+
+    def _close(self, hurries: bool) -> None:
         with self._lock.held:
             if not self._is_open:
                 return
-            self._send(_END, 0, 0)
             self._is_open = False
+            _open.discard(self)
+            try:
+                self._send(_END, 0, 0)
+            except StoreError:
+                if not hurries:
+                    raise
+        until = time.monotonic() + _GRACE
         for server in self._servers:
-            server.join()
+            server.join(max(0.0, until - time.monotonic()) if hurries else None)
 
     # -- the connection, under the lock --------------------------------------------------------------------------------
 
     def _fetch(self, value: BlockedValue) -> tuple[Tensor, Any]:
         memory = torch.empty(value.nbytes, dtype=torch.uint8)
-        work = dist.irecv(memory, self.peer, group=self._group, tag=_tag(value.ticket.number))
+        work = dist.irecv(memory, self.peer, group=self._group, tag=_tag(value.ticket.number, comes_back=True))
         self._coming[value.ticket.number] = memory, work
         self._ask(_GET, value)
         return memory, work
@@ -160,8 +192,11 @@ class PeerStore:
         self._send(what, value.ticket.number, value.nbytes)
 
     def _send(self, what: int, number: int, nbytes: int) -> None:
-        request = torch.tensor([what, number, nbytes])
-        self._transfer(lambda: dist.send(request, self.peer, group=self._group, tag=_REQUESTS))
+        self._give(torch.tensor([what, number, nbytes]), _REQUESTS)
+
+    def _give(self, x: Tensor, tag: int) -> None:
+        work: Any = dist.isend(x, self.peer, group=self._group, tag=tag)
+        self._transfer(lambda: work.wait(_PATIENCE))
 
     def _transfer(self, transfer: Any) -> None:
         started = time.perf_counter()
@@ -190,8 +225,17 @@ class PeerStore:
             self._flying.append(coming)
 
 
-def _tag(number: int) -> int:
-    return _FIRST + number % _TAGS
+_open: set[PeerStore] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in list(_open):
+        store._close(hurries=True)
+
+
+def _tag(number: int, comes_back: bool = False) -> int:
+    return _FIRST + 2 * (number % _TAGS) + comes_back
 
 
 def _serve(group: Any, client: int) -> None:
@@ -208,7 +252,8 @@ def _serve(group: Any, client: int) -> None:
                 dist.recv(held[number], client, group=group, tag=_tag(number))
             elif what == _GET:
                 sending = [(work, x) for work, x in sending if not work.is_completed()]
-                sending.append((dist.isend(held[number], client, group=group, tag=_tag(number)), held[number]))
+                tag = _tag(number, comes_back=True)
+                sending.append((dist.isend(held[number], client, group=group, tag=tag), held[number]))
             elif what == _DROP:
                 held.pop(number, None)
             else:
