@@ -31,6 +31,7 @@ from backstash import accelerator, repeatable
 from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
+from backstash.interpreter import is_traced
 from backstash.ops.backends import serving
 from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
@@ -427,8 +428,9 @@ class Budgeted(Following):
             is_told = self._hook is not None and modules.comes_after(self._hook)
             self._leave_session(None)
             self._enter(self._session)
-            for each in chain if is_told else (*chain, module):
-                self._session.enter_module(each)
+            if not is_traced():  # Note: [transforms] in transforms.py
+                for each in chain if is_told else (*chain, module):
+                    self._session.enter_module(each)
 
     def _may_replace(self) -> bool:
         """Whether the open Session's hooks are the innermost ones, so that they can be taken away."""

@@ -1,0 +1,70 @@
+"""Models that run inside a transform of torch.func, with parameters of it, under a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+
+import backstash as bs
+
+STEPS = 24
+
+
+class Ensemble(nn.Module):
+    """Holds one layer, and the weights of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.stacked = nn.ParameterDict(
+            {name.replace(".", "_"): each.detach().expand(3, *each.shape) * 1.5 for name, each in self._each()}
+        )
+
+    def _each(self) -> Any:
+        return self.layer.named_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of all three."""
+        given = {name: self.stacked[name.replace(".", "_")] for name, _ in self._each()}
+        return vmap(lambda own: functional_call(self.layer, own, (x,)))(given)
+
+    def slope(self, x: Tensor) -> Tensor:
+        """The derivative of the layer by its weights, towards the first of the three."""
+        own = dict(self._each())
+        towards = {name: self.stacked[name.replace(".", "_")][0] for name in own}
+        return jvp(lambda given: functional_call(self.layer, given, (x,)), (own,), (towards,))[1]
+
+
+WAYS: dict[str, Callable[[Ensemble, Tensor], Tensor]] = {
+    "as a module": lambda model, x: model(x),
+    "by itself": lambda model, x: model.forward(x),
+    "a derivative": lambda model, x: model.slope(x),
+    "beside others": lambda model, x: model.layer(x) + model(x).sum(0),
+    "before others": lambda model, x: model.forward(x).sum(0) + model.layer(x),
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_transforms_in_steps_with_a_budget(way: str) -> None:
+    def trains(around: AbstractContextManager[Any]) -> list[Tensor]:
+        model, found = Ensemble(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with around:
+            for step in range(STEPS):
+                x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+                loss = WAYS[way](model, x).sin().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+        return [*found, *(each.detach().clone() for each in model.parameters())]
+
+    expected, found = trains(nullcontext()), trains(bs.Budgeted("1GiB", min_nbytes=0))
+    assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
