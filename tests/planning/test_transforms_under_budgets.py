@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 
 import backstash as bs
+from backstash.planning.run import course
 
 STEPS = 24
 
@@ -33,13 +34,15 @@ class Ensemble(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Of all three."""
         given = {name: self.stacked[name.replace(".", "_")] for name, _ in self._each()}
-        return vmap(lambda own: functional_call(self.layer, own, (x,)))(given)
+        made: Tensor = vmap(lambda own: functional_call(self.layer, own, (x,)))(given)
+        return made
 
     def slope(self, x: Tensor) -> Tensor:
         """The derivative of the layer by its weights, towards the first of the three."""
         own = dict(self._each())
         towards = {name: self.stacked[name.replace(".", "_")][0] for name in own}
-        return jvp(lambda given: functional_call(self.layer, given, (x,)), (own,), (towards,))[1]
+        slope: Tensor = jvp(lambda given: functional_call(self.layer, given, (x,)), (own,), (towards,))[1]
+        return slope
 
 
 WAYS: dict[str, Callable[[Ensemble, Tensor], Tensor]] = {
@@ -51,20 +54,25 @@ WAYS: dict[str, Callable[[Ensemble, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("is_around", [False, True])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_transforms_in_steps_with_a_budget(way: str) -> None:
-    def trains(around: AbstractContextManager[Any]) -> list[Tensor]:
+def test_transforms_in_steps_with_a_budget(way: str, is_around: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "PLAIN_STEPS", 2)  # in which another Session is opened in a pass
+
+    def trains(budget: AbstractContextManager[Any]) -> list[Tensor]:
+        around, each = (budget, nullcontext()) if is_around else (nullcontext(), budget)
         model, found = Ensemble(), []
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         with around:
             for step in range(STEPS):
                 x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
-                loss = WAYS[way](model, x).sin().square().mean()
+                with each:
+                    loss = WAYS[way](model, x).sin().square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(loss.detach())
-        return [*found, *(each.detach().clone() for each in model.parameters())]
+        return [*found, *(weight.detach().clone() for weight in model.parameters())]
 
-    expected, found = trains(nullcontext()), trains(bs.Budgeted("1GiB", min_nbytes=0))
+    expected, found = trains(nullcontext()), trains(bs.Budgeted("1GiB"))
     assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
