@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
+import zipapp
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,6 +347,84 @@ threading.Thread(target=later).start()
         check=True,
     )
     assert (ran.stdout, ran.stderr) == ("<class '__main__.Kept'>\n" * 2, "")
+
+
+def _run(script: object, *options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "backstash", "run", "--allocator", "system", *options, str(script), "one", "two"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+@pytest.mark.slow
+def test_what_runs_after_the_last_line_imports_and_is_called_as_the_script(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "late.py").write_text("number = 3")
+    (tmp_path / "scripts" / "train.py").write_text(
+        """
+import atexit, sys, threading, time
+
+def later():
+    time.sleep(0.5)
+    import late
+    print("thread", late.number, sys.argv[1:])
+
+def at_the_end():
+    import late
+    print("end", late.number, sys.argv)
+
+atexit.register(at_the_end)
+threading.Thread(target=later).start()
+"""
+    )
+    ran = _run("scripts/train.py", "--quiet", folder=tmp_path)
+    said = "thread 3 ['one', 'two']\nend 3 ['scripts/train.py', 'one', 'two']\n"
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, said, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flushes", ["def flush(self): pass", "def flush(self): self.file.flush()", "other = 1"])
+def test_a_stream_of_the_scripts_that_can_no_longer_be_used(tmp_path: Path, flushes: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import sys
+
+class Tee:
+    def __init__(self, file): self.file = file
+    def write(self, text): return self.file.write(text)
+    {flushes}
+
+with open({str(tmp_path / "log")!r}, "w") as file:
+    sys.stdout = Tee(file)
+    print("trained")
+"""
+    )
+    ran = _run(script)
+    assert (ran.returncode, ran.stderr.count("Error")) == (0, 0), ran.stderr
+    assert (tmp_path / "log").read_text() == "trained\n" and "train.py" in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "archive", "compiled"])
+def test_what_python_runs_that_is_no_source_file(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "app"
+    folder.mkdir()
+    (folder / "helper.py").write_text("number = 5")
+    (folder / "__main__.py").write_text(
+        "import sys\nimport helper\nprint(__name__, helper.number, sys.argv[1:], __package__ or None)\n"
+    )
+    program = folder
+    if kind == "archive":
+        program = tmp_path / "app.pyz"
+        zipapp.create_archive(folder, program)
+    elif kind == "compiled":
+        program = folder / "program.pyc"
+        py_compile.compile(str(folder / "__main__.py"), cfile=str(program))
+    plain = subprocess.run(
+        [sys.executable, str(program), "one", "two"], capture_output=True, text=True, check=True
+    ).stdout
+    ran = _run(program, "--quiet")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, plain, "")
+    assert plain.startswith("__main__ 5 ['one', 'two']")
 
 
 FORKING = """

@@ -36,6 +36,7 @@ def test_a_cell_runs_under_a_session_and_shows_its_report(shell: Any, capsys: py
     (report,) = shell.displayed
     assert isinstance(report, Report) and report is shell.user_ns["report"]
     assert report.ratio > 1 and report._repr_html_().count("<table>") == 2
+    assert shell.display_formatter.formatters["text/plain"](report) == str(report)  # in a terminal
     assert shell.user_ns["model"] is not None and "True" in capsys.readouterr().out  # the cell's last value is shown
 
 

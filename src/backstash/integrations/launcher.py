@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import os
+import pkgutil
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -169,8 +171,13 @@ def require_script(script: str | Path, is_module: bool = False) -> None:
     if is_module:
         with _searching(str(Path.cwd())):
             _require_module(str(script))
-    elif not Path(script).is_file():
-        found = "that is a folder" if Path(script).is_dir() else f"there is no such file (looked from {Path.cwd()})"
+    elif not Path(script).exists() or (Path(script).is_dir() and not (Path(script) / "__main__.py").is_file()):
+        is_folder = Path(script).is_dir()
+        found = (
+            "that is a folder without a __main__.py"
+            if is_folder
+            else f"there is no such file (looked from {Path.cwd()})"
+        )
         raise ScriptError(
             f"the training script {str(script)!r} was asked for, but {found}. Give the path of a Python file, or -m "
             f"and the name of a module; backstash's own options come before it."
@@ -208,11 +215,15 @@ def _spec(name: str) -> ModuleSpec | None:
 
 def _code(script: str, namespace: dict[str, object], is_module: bool) -> CodeType:
     """The program. For a module, the namespace is given what tells it the package that it is in."""
-    if not is_module:
+    if not is_module and not _is_searched(script):
         path = os.path.abspath(script)
+        with open(path, "rb") as file:
+            code: CodeType | None = pkgutil.read_code(file)  # of a file that Python has compiled
+        if code is not None:
+            return code
         # Without dont_inherit the script would inherit this file's "from __future__ import annotations".
         return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    spec = _spec(script)
+    spec = _spec(script) if is_module else PathFinder.find_spec("__main__", [script])
     get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
     code = get_code(spec.name) if spec is not None and get_code is not None else None
     if spec is None or code is None:
@@ -224,8 +235,14 @@ def _code(script: str, namespace: dict[str, object], is_module: bool) -> CodeTyp
         __package__=spec.parent,
         __spec__=spec,
     )
-    sys.argv[0] = str(spec.origin)
+    if is_module:
+        sys.argv[0] = str(spec.origin)
     return code  # type: ignore[no-any-return]
+
+
+def _is_searched(script: str) -> bool:
+    """Whether Python searches a script for its ``__main__``: it is a folder or an archive."""
+    return os.path.isdir(script) or zipfile.is_zipfile(script)
 
 
 def _from_script(error: BaseException) -> TracebackType | None:
@@ -246,33 +263,41 @@ def _from_script(error: BaseException) -> TracebackType | None:
 
 
 def _settle_streams(before: tuple[Any, Any]) -> None:
-    """Flushes what the script prints to. In place of a stream that it has closed or removed comes the one before."""
+    """Flushes what the script prints to. In place of a stream that can no longer be used comes the one before."""
     for name, original in zip(("stdout", "stderr"), before, strict=True):
-        usable = (stream for stream in (getattr(sys, name), original) if not getattr(stream, "closed", stream is None))
-        stream = next(usable, None)  # None prints nothing, as where Python is started without the stream
-        setattr(sys, name, stream)
-        if stream is not None:
-            stream.flush()
+        usable = (stream for stream in (getattr(sys, name), original) if _is_flushed(stream))
+        setattr(sys, name, next(usable, None))  # None prints nothing, as where Python is started without the stream
+
+
+def _is_flushed(stream: Any) -> bool:
+    """Flushes a stream; whether that can be written to."""
+    try:
+        stream.write("")
+        stream.flush()
+    except Exception:  # it is closed, or an object of the script's that writes to something closed, or no stream
+        return False
+    return True
 
 
 @contextmanager
-def _searching(folder: str) -> Iterator[None]:
-    """Has Python import from that folder first, in place of the folder of this process's own program."""
+def _searching(folder: str, stays: bool = False) -> Iterator[None]:
+    """Has Python import from that folder first, in place of the one of this process; for good if it ``stays``."""
     search = sys.path[:]
     if not sys.flags.safe_path:  # python -P does not import from the script's folder, and neither do we
         sys.path[0] = folder
     try:
         yield
     finally:
-        sys.path[:] = search
+        if not stays:
+            sys.path[:] = search
 
 
 @contextmanager
 def _as_main(script: str, args: Sequence[str], is_module: bool) -> Iterator[dict[str, object]]:
     """Yields the namespace of a fresh ``__main__``. Restores argv, the import path and ``__main__`` on leaving.
 
-    In a process of the command's own the script stays ``__main__``: its threads may go on, and functions that it has
-    registered for the end of the process run, after its last line. They may pickle what it has defined.
+    In a process of the command's own they stay: the script's threads may go on, and functions that it has registered
+    for the end of the process run, after its last line. They may pickle what it has defined, and import more.
     """
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __cached__=None)
@@ -280,14 +305,17 @@ def _as_main(script: str, args: Sequence[str], is_module: bool) -> Iterator[dict
         path = os.path.abspath(script)
         module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
     folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
-    argv, main = sys.argv, module if is_own_process() else sys.modules["__main__"]
-    with _searching(folder):
+    if not is_module and _is_searched(script):
+        folder = script
+    before, stays = (sys.argv, sys.modules["__main__"]), is_own_process()
+    with _searching(folder, stays):
         sys.argv = ["-m" if is_module else script, *args]
         sys.modules["__main__"] = module
         try:
             yield module.__dict__
         finally:
-            sys.argv, sys.modules["__main__"] = argv, main
+            if not stays:
+                sys.argv, sys.modules["__main__"] = before
 
 
 def _exit_code(stop: SystemExit) -> int:

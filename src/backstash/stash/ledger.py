@@ -293,6 +293,10 @@ class Report:
 
         return html.page(self)
 
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """How IPython shows the report in a terminal."""
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         """How a notebook shows the report."""
         from backstash.stash import html
