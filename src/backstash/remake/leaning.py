@@ -23,49 +23,53 @@ from backstash.torch_internals import without_gradients
 
 
 class Leaning:
-    """By the storage of a leaf, or of a parameter that is read where it is, the values that are remade from it."""
+    """The values that are remade from what the program still holds.
 
-    __slots__ = ("_values",)
+    Attributes:
+        by_storage: by the address of the storage of a leaf, or of a parameter that is read where it is.
+    """
+
+    __slots__ = ("by_storage",)
 
     def __init__(self) -> None:
-        self._values: dict[int, list[weakref.ref[Value]]] = {}
+        self.by_storage: dict[int, list[weakref.ref[Value]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self.by_storage)
 
     def __contains__(self, cdata: int) -> bool:
-        return cdata in self._values
+        return cdata in self.by_storage
 
     def watch(self, value: Value, leaves: Iterable[Value], references: Iterable[Held]) -> None:
         """Note which leaves of a value's recipe the program may still change, and the other tensors that it reads."""
         for leaf in leaves:
             if (leaf.waiting.storage is not None or leaf.waiting.address is not None) and leaf.is_dense:
-                self._values.setdefault(leaf.waiting.cdata, []).append(weakref.ref(value))
+                self.by_storage.setdefault(leaf.waiting.cdata, []).append(weakref.ref(value))
         for held in references:
-            self._values.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
+            self.by_storage.setdefault(held.tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
 
     def expect(self, cdata: int) -> None:
         """From now on changes of that storage have to be told: what will be remade may begin from a copy of it."""
-        self._values.setdefault(cdata, [])
+        self.by_storage.setdefault(cdata, [])
 
     def forget(self, cdata: int) -> None:
         """Nobody can change the storage at that address any more."""
-        self._values.pop(cdata, None)
+        self.by_storage.pop(cdata, None)
 
     def prune(self) -> bool:
         """Forget values that are gone; returns whether any is left that is to be remade."""
-        alive = {cdata: [each for each in values if each() is not None] for cdata, values in self._values.items()}
-        self._values = {cdata: values for cdata, values in alive.items() if values}
-        found = (each() for values in self._values.values() for each in values)
+        alive = {cdata: [each for each in values if each() is not None] for cdata, values in self.by_storage.items()}
+        self.by_storage = {cdata: values for cdata, values in alive.items() if values}
+        found = (each() for values in self.by_storage.values() for each in values)
         return any(value is not None and value.state.recipe is not None for value in found)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._values.clear()
+        self.by_storage.clear()
 
     def store(self, cdata: int, encoder: Encoder, pending: Pending) -> None:
         """Store what is to be remade from the storage at that address: it may change from now on."""
-        for reference in self._values.pop(cdata, ()):
+        for reference in self.by_storage.pop(cdata, ()):
             value = reference()
             if value is None:
                 continue
@@ -84,8 +88,8 @@ class Leaning:
         parameters, which plain PyTorch reads again as well: a new version of one is plain PyTorch's error, and any
         other change is found by the sample of what is remade from it.
         """
-        for cdata in list(self._values):
-            values = [value for reference in self._values[cdata] if (value := reference()) is not None]
+        for cdata in list(self.by_storage):
+            values = [value for reference in self.by_storage[cdata] if (value := reference()) is not None]
             if costly or not all(value.state.shares or value.state.recipe is None for value in values):
                 self.store(cdata, encoder, pending)
 

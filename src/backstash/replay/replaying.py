@@ -205,7 +205,8 @@ class Replaying:
                 learned.step.begin_again()
                 self._native.watch(self._first_on_the_long_way)
                 self._running = learned.script
-                self._native.begin(learned.read, number, others_nbytes, self._tape.leaning.prune())
+                leaning = self._tape.leaning
+                self._native.begin(learned.read, number, others_nbytes, bool(leaning.by_storage) and leaning.prune())
                 replace_dispatch_to_modes(native.handle_torch_function)
                 return True
             _count_uses(learned)
@@ -253,9 +254,10 @@ class Replaying:
 
     def end(self, is_left: bool) -> None:
         """The pass is over: backward begins, or the Session is left."""
-        session = self._session()
-        if is_left and session is not None and self._tape.leaning.prune():
-            session.prepare(self._forward.step)  # of earlier passes, whose graphs are still there
+        if is_left and self._tape.leaning.by_storage and self._tape.leaning.prune():  # of graphs of earlier passes
+            session = self._session()
+            if session is not None:
+                session.prepare(self._forward.step)
         if is_left or self._native.is_running:
             self._native.end(is_left)
 

@@ -31,7 +31,6 @@ from backstash import accelerator, repeatable
 from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
-from backstash.interpreter import is_traced
 from backstash.ops.backends import serving
 from backstash.planning.measure.link import measured, require_path
 from backstash.planning.measure.survey import KeepForSurvey
@@ -52,7 +51,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session, made_again
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, has_compiled, hide_from_dynamo, in_backward
+from backstash.torch_internals import current_function_mode, has_compiled, hide_from_dynamo, in_backward, is_traced
 
 T = TypeVar("T")
 
