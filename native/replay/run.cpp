@@ -808,18 +808,18 @@ namespace {
 // What leans on memory that the program may change, of which nobody is told from now on, is held again; but for what costly
 // calls make: see Leaning.store_all.
 void hold_before_leaving(Session& session, Run* run) {
-    std::vector<std::weak_ptr<Slot>> found;
-    for (const auto& [storage, values] : session.leaning)
-        for (const auto& each : values) {
-            const auto slot = each.lock();
-            if (slot == nullptr || slot->value.shares) continue;
-            const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
-                const bool is_here = run != nullptr && run->script == leaf->script && run->values[leaf->number].lock() == leaf;
-                if (is_here && leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
-                return leaf->state == State::held && leaf->is_pending;
-            });
-            if (leans) found.push_back(each);
-        }
+    std::vector<std::weak_ptr<Slot>> all, found;
+    for (const auto& [storage, values] : session.leaning) all.insert(all.end(), values.begin(), values.end());
+    for (const auto& each : all) {  // to decide on a leaf may add more
+        const auto slot = each.lock();
+        if (slot == nullptr || slot->value.shares) continue;
+        const bool leans = std::any_of(slot->leaves.begin(), slot->leaves.end(), [&](const auto& leaf) {
+            const bool is_here = run != nullptr && run->script == leaf->script && run->values[leaf->number].lock() == leaf;
+            if (is_here && leaf->state == State::held && leaf->is_pending) decide(*run, leaf->number);
+            return leaf->state == State::held && leaf->is_pending;
+        });
+        if (leans) found.push_back(each);
+    }
     hold_each(found);
 }
 

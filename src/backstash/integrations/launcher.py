@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import pkgutil
 import sys
@@ -217,12 +218,12 @@ def _code(script: str, namespace: dict[str, object], is_module: bool) -> CodeTyp
     """The program. For a module, the namespace is given what tells it the package that it is in."""
     if not is_module and not _is_searched(script):
         path = os.path.abspath(script)
-        with open(path, "rb") as file:
-            code: CodeType | None = pkgutil.read_code(file)  # of a file that Python has compiled
-        if code is not None:
-            return code
+        text = Path(path).read_bytes()  # once: it may be a pipe
+        compiled: CodeType | None = pkgutil.read_code(io.BytesIO(text))
+        if compiled is not None:
+            return compiled
         # Without dont_inherit the script would inherit this file's "from __future__ import annotations".
-        return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        return compile(text, path, "exec", dont_inherit=True)
     spec = _spec(script) if is_module else PathFinder.find_spec("__main__", [script])
     get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
     code = get_code(spec.name) if spec is not None and get_code is not None else None

@@ -195,8 +195,11 @@ class PeerStore:
         self._give(torch.tensor([what, number, nbytes]), _REQUESTS)
 
     def _give(self, x: Tensor, tag: int) -> None:
-        work: Any = dist.isend(x, self.peer, group=self._group, tag=tag)
-        self._transfer(lambda: work.wait(_PATIENCE))
+        def give() -> None:
+            work: Any = dist.isend(x, self.peer, group=self._group, tag=tag)
+            work.wait(_PATIENCE)
+
+        self._transfer(give)
 
     def _transfer(self, transfer: Any) -> None:
         started = time.perf_counter()
