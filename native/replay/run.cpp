@@ -629,7 +629,16 @@ void take_back(Run& run, Slot& slot, bool is_orphan) {
     slot.session->nbytes -= nbytes;
     slot.held_nbytes = 0;
     for (Packed* each : slot.members) each->dense = at::Tensor();
-    call(run.session->take_back.get(), members.get(), Py_None, is_orphan ? Py_True : Py_False);
+    try {
+        call(run.session->take_back.get(), members.get(), Py_None, is_orphan ? Py_True : Py_False);
+    } catch (...) {  // of an interrupt: what Python has not taken stays here
+        for (Py_ssize_t index = 0; index < PyList_GET_SIZE(members.get()); ++index) {
+            PyObject* member = PyList_GET_ITEM(members.get(), index);
+            auto* packed = reinterpret_cast<Packed*>(PyTuple_GET_ITEM(member, 0));
+            if (packed->delegate == nullptr) packed->dense = THPVariable_Unpack(PyTuple_GET_ITEM(member, 1));
+        }
+        throw;
+    }
     run.session->tells = true;  // it may be made again there
     run.session->others_nbytes = PyLong_AsLongLong(call(run.session->others.get()).get());
     // From here on only the delegates of its members know the value.

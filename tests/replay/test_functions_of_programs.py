@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from backstash import Session
 from backstash.capture import learned
+from backstash.replay import replaying
 from tests.gradients.gradient_checks import Everything, Remake
 
 STEPS = learned.EQUAL_PASSES + 8
@@ -88,3 +89,44 @@ def test_functions_that_save(way: Any, policy: Any, is_around: bool) -> None:
     session = Session(policy, min_nbytes=256, stop_if_useless=False)
     found = trains(*((session, nullcontext()) if is_around else (nullcontext(), session)))
     assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
+
+
+def test_an_interrupt_while_a_value_is_given_to_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever had the tensor has it still, so backward of what was computed before gives the right gradients."""
+    torch.manual_seed(0)
+    layer, interrupted = nn.Linear(64, 64), False
+    session = Session("lossless", min_nbytes=256, stop_if_useless=False)
+    take_back = replaying.Replaying._take_back
+
+    def interrupt(self: Any, members: Any, *given: Any) -> None:
+        nonlocal interrupted
+        if members and not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+        take_back(self, members, *given)
+
+    monkeypatch.setattr(replaying.Replaying, "_take_back", interrupt)
+    for step in range(4 * STEPS):
+        x = torch.randn(64, 64)
+        torch.manual_seed(step)
+        try:
+            with session:
+                made = [F.dropout(F.relu(layer(x)))]
+                for _ in range(4):
+                    made.append(Sines.apply(layer(made[-1])))
+                loss = made[-1].square().sum()
+            loss.backward()
+            layer.zero_grad()
+        except KeyboardInterrupt:
+            break
+    made[-1].square().sum().backward()
+    found = [p.grad for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    torch.manual_seed(step)
+    y = F.dropout(F.relu(layer(x)))
+    for _ in made[1:]:
+        y = Sines.apply(layer(y))
+    y.square().sum().backward()
+    expected = [p.grad for p in layer.parameters() if p.grad is not None]
+    assert all(a.equal(b) for a, b in zip(expected, found, strict=True))
+    assert interrupted
