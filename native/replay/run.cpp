@@ -854,8 +854,9 @@ void touch_later(Replayer& replayer, PyObject* function, PyObject* args, PyObjec
     if (kwargs != nullptr && (kwargs == Py_None || PyDict_Size(kwargs) == 0)) kwargs = nullptr;
     const long kind = kind_of(replayer, function).value_or(ESCAPES);
     const long effect = kind < 0 ? NONE : effect_of(kind, args, kwargs);
+    if (effect == NONE) return;
     const Locked locked(session.lock.get());
-    if (effect != NONE) touch_all(session, nullptr, effect, args, kwargs);
+    touch_all(session, nullptr, effect, args, kwargs);
 }
 
 PyObject* pack(Replayer& replayer, PyObject* object) {

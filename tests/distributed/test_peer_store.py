@@ -99,28 +99,14 @@ def swapping() -> int:
     store, rank, raw = PeerStore(1 - dist.get_rank()), dist.get_rank(), get("raw")
     expected = [1000.0 * (rank + 1) + number for number in range(200)]
     tickets: list[Any] = []
-
-    def put() -> None:
-        tickets.extend(store.put(raw.encode(torch.full((1000,), number))) for number in expected)
-
-    def count_wrong() -> int:
-        found = (store.get(ticket).planes["values"] for ticket in tickets)
-        return sum(not bool((values == number).all()) for values, number in zip(found, expected, strict=True))
-
     wrong = 0
-    for reader in (0, 1):
-        if rank == reader:
-            if not tickets:
-                put()
-            dist.barrier()
-            wrong += count_wrong()
-        else:
-            dist.barrier()
-            if not tickets:
-                put()
+    for turn in (0, 1, 2):  # rank 0 reads in the turn in which rank 1 puts
+        if turn == rank:
+            tickets = [store.put(raw.encode(torch.full((1000,), number))) for number in expected]
+        elif turn > rank:
+            found = [store.get(ticket).planes["values"] for ticket in tickets]
+            wrong += sum(not bool((x == number).all()) for x, number in zip(found, expected, strict=True))
         dist.barrier()
-    wrong += count_wrong()
-    dist.barrier()
     store.close()
     return wrong
 

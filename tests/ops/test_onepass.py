@@ -144,17 +144,18 @@ def test_a_layer_norm_has_the_bits_of_torch(width: int) -> None:
 @native_test
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 def test_the_order_of_a_layer_norm_is_found_out(dtype: torch.dtype) -> None:
-    """Numbers of 16 bits hide the order of all but a few elements in a million."""
-    order = onepass.order_of(torch.device("cpu"), dtype, torch.float32)
-    if not order:
-        pytest.skip("no order of ours is that of this processor")
+    """Numbers of 16 bits hide the order in all but rare elements. Where none is found, there is none of ours."""
+    found = onepass.order_of(torch.device("cpu"), dtype, torch.float32)
     width, rows = 768, 2000
     x = numbers(rows, width, dtype=dtype) + torch.arange(rows).view(rows, 1).sin().mul(20).to(dtype)
     weight, bias = numbers(width, seed=1), numbers(width, seed=2)
     expected, mean, rstd = torch.native_layer_norm(x, (width,), weight, bias, 1e-5)
-    result = torch.empty_like(x)
-    cpu.row_norm(x, None, mean.flatten(), rstd.flatten(), weight, bias, NormOrder[order], NAN[dtype], result)
-    assert same(result, expected)
+    fitting = []
+    for order in NormOrder:
+        result = torch.empty_like(x)
+        cpu.row_norm(x, None, mean.flatten(), rstd.flatten(), weight, bias, order, NAN[dtype], result)
+        fitting += [order.name] if same(result, expected) else []
+    assert fitting == ([found] if found else [])
 
 
 ROUNDS_OTHERWISE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)

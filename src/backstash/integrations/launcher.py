@@ -129,7 +129,7 @@ def execute(
     this launcher; if no plan fits a budget, it ends where the script calls torch, and the message follows.
 
     Args:
-        script: path of the script, or dotted name of the module.
+        script: path of the script, of a folder or an archive with a ``__main__``, or dotted name of the module.
         args: the script's arguments.
         is_module: whether ``script`` is the name of a module.
         failed: is called with the exception that ends the script, before its traceback is printed.

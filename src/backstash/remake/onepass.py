@@ -199,7 +199,7 @@ def order_of(device: torch.device, dtype: torch.dtype, held: torch.dtype | None)
 
     Note: [orders of a layer norm]
         ATen has another kernel for 16-bit numbers with float32 weights than for float32, which rounds in another order,
-        and numbers of 16 bits hide that: a few elements in a million tell two orders apart. So the order is found out
+        and numbers of 16 bits hide that in all but rare elements. So the order is found out
         for each pair of dtypes, on numbers that lie far from zero, where the bias takes away what the weight has made
         of a row. What is left of that row is the rounding alone.
 
