@@ -87,6 +87,24 @@ def test_what_lossless_does_is_taken_where_its_step_is_faster_by_more_than_noise
         assert (evaluate(found, usual).peak_nbytes, plan.seconds) in plan.frontier or not is_usual
 
 
+@pytest.mark.parametrize(("factor", "is_tried"), [(1.0, False), (1.1, True)])
+def test_what_lossless_does_is_tried_where_a_plan_adds_to_a_step(factor: float, is_tried: bool) -> None:
+    found, asked = rehearsed([factor])
+    tried: list[Plan] = []
+    reach = found.rehearse
+    assert reach is not None
+
+    def reached(plan: Plan) -> tuple[int, ...]:
+        tried.append(plan)
+        return reach(plan)  # type: ignore[call-arg]  # no method
+
+    object.__setattr__(found, "rehearse", reached)
+    usual_nbytes = evaluate(found, like_lossless(found)).peak_nbytes
+    plan = Planner(found).plan(max(usual_nbytes, int(0.98 * found.plain_peak_nbytes)))
+    assert [each.decisions for each in asked] == [plan.decisions]
+    assert len(tried) == 1 + is_tried
+
+
 def test_what_lossless_does_takes_bits_cheap_calls_and_exact_codecs() -> None:
     keep, bits, zvc = Choice.keep(8), Choice("bitmask", "encode", 1), Choice("zvc", "encode", 4)
     cheap, costly = (Choice("recompute", "recompute", 0, reason=reason) for reason in ("relu(batch_norm)", "conv2d"))

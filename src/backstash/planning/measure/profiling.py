@@ -111,12 +111,13 @@ def profile(
     link = measured(device, offload_to) if "offload" in tries else None
     models = [model] if model is not None else _outermost(step)
     with _undone(step, models, link is not None, is_told=True) as runs:
-        note_progress("recording a plain step")
-        plain_nbytes = _plain_peak(runs, device)
-        seconds = runs.seconds
         survey = Survey(tries)
         keep = KeepForSurvey()
         kept = Session(keep, model=model, min_nbytes=min_nbytes)
+        runs.once(kept)  # makes gradients, and proves what it has to
+        note_progress("recording a plain step")
+        plain_nbytes = _plain_peak(runs, device)
+        seconds = runs.seconds
         events = _recorded(runs, kept, survey)
         asked = keep.asked | kept.accounts.take_saved()  # with what a call held, so that nothing was decided on it
         session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
@@ -141,28 +142,39 @@ def profile(
 
     plain_times: list[float] = []  # of a long step, once it is asked for
     rehearsed: dict[object, Session] = {}
+    latest: Session | None = None  # under which the latest step ran
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
+        nonlocal latest
         session = Session(policy, model=model, min_nbytes=min_nbytes)
         with _undone(step, models, link is not None) as runs:
+            runs.once(session)  # proves what it has to
+            session.settle_soon()
             events = _recorded(runs, session, Births())
         if len(rehearsed) >= MOST_REHEARSED:
             del rehearsed[next(iter(rehearsed))]
-        rehearsed[_what_is_done(policy)] = session
+        rehearsed[_what_is_done(policy)] = latest = session
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
     def clock(policy: Policy) -> float:
+        nonlocal latest
         known = rehearsed.get(_what_is_done(policy))
         session = known or Session(policy, model=model, min_nbytes=min_nbytes)
+        before, latest = latest, None
         with _undone(step, models, link is not None) as runs:
             if seconds < LONG:
                 plain, own = _in_turns(step, runs.restore, session)
                 return own / plain
             if known is None:
                 runs.once(session)
+                session.settle_soon()
+            if session is not before:  # the heap is not as a step of its kind leaves it
+                runs.once(session)
+            runs.once(session)  # as training settles down to it (replay/)
+            settled = runs.seconds
             if not plain_times:
                 plain_times.append(runs.second())
-            return runs.settled(session) / plain_times[0]
+            return settled / plain_times[0]
 
     def off_by(policy: Policy) -> float | None:
         with _undone(step, models, link is not None) as runs:
@@ -254,16 +266,11 @@ class _Runs:
             self._is_first = False
             _require_undoable(self._state)
 
-    def second(self, session: Session | None = None) -> float:
-        """Returns the time of the second of two steps, which finds the heap as a step of its kind has left it."""
-        self.once(session)
-        self.once(session)
+    def second(self) -> float:
+        """Returns the time of the second of two plain steps, which finds the heap as a step of its kind has left it."""
+        self.once()
+        self.once()
         return self.seconds
-
-    def settled(self, session: Session) -> float:
-        """Returns the time of a step as training settles down to it (replay/), under a Session that has run before."""
-        session.settle_soon()
-        return self.second(session)
 
 
 @contextmanager
@@ -381,8 +388,7 @@ def _now() -> float:
 
 
 def _recorded(runs: _Runs, session: Session | None = None, watcher: Births | None = None) -> list[Any]:
-    """The profiler's record of a step, the second one: the first has made gradients, and proven what it has to."""
-    runs.once(session)
+    """The profiler's record of a step that is not the first one, which makes gradients and proves what it has to."""
     release_buffers()
     gc.collect(1)  # what the step before has left behind; all that a process has takes half a second to look through
     with session.watched_by(watcher) if session is not None and watcher is not None else nullcontext():
@@ -394,6 +400,8 @@ def _recorded(runs: _Runs, session: Session | None = None, watcher: Births | Non
 
 def _plain_peak(runs: _Runs, device: str) -> int:
     """Returns the most bytes alive in a plain step, counted as those of a step under a plan are.
+
+    Gradients are there already.
 
     Raises:
         MeasureError: no autograd node ran in the step.

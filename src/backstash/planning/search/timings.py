@@ -49,6 +49,10 @@ class Timings:
         timed = [found for found in kept if found in self._timed]
         return min(timed, key=lambda found: self._timed[found] * (1.0 if found is best else 1.0 + NOISE))
 
+    def adds(self, found: Solution) -> float:
+        """Returns what a solution adds to a plain step, as a share of it: as it was timed, or as the model says."""
+        return (self._timed.get(found, found.seconds) - self._plain) / self._plain
+
     def predict(self, budget: int, found: Solution) -> float:
         """Returns the time that a plan for a budget predicts: what was timed, else what the model says.
 
