@@ -1,4 +1,4 @@
-"""What is trained in the step table: networks, batches, layouts, and how each is cut for checkpointing."""
+"""Networks of the step table, with batches, layouts, and how each is cut for checkpointing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cost model says of steps that were measured on a GPU, beside what they took: ``python -m bench.costs``.
+"""Predictions of the cost model for steps that were measured on a GPU, beside their times: ``python -m bench.costs``.
 
 The steps are traced without numbers, on a CPU (see backstash/forecast). Each row of a file with measurements that is a
 plain step, or one with torch's checkpoint, is predicted by the facts of the card that it names. Nothing is fitted here:

@@ -1,4 +1,4 @@
-"""What a step asks of an accelerator: operations, allocations and waits, counted on the fake device of the tests.
+"""Operations, allocations and waits that a step asks of an accelerator, counted on the fake device of the tests.
 
     python -m bench.device_counts --json docs/results/device-DATE.json
 

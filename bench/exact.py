@@ -1,4 +1,4 @@
-"""How small exact codecs make what networks save, and how fast they are beside a copy.
+"""Sizes and speeds of exact codecs on what networks save, beside a copy.
 
     python -m bench.exact --json docs/results/exact-DATE.json
 

@@ -1,4 +1,4 @@
-"""What hides behind a link, in simulated time: ``python -m bench.hiding --json docs/results/hiding-DATE.json``.
+"""Movement hidden behind a link, in simulated time: ``python -m bench.hiding --json docs/results/hiding-DATE.json``.
 
 Two networks run as narrow copies, with a clock that moves only when something computes or waits: each module that has
 no others in it takes its part of the step, and backward takes twice that. The whole step takes as many seconds, and

@@ -1,4 +1,4 @@
-"""What a saved tensor costs the processor: ``python -m bench.hostcost [--json FILE] [--only NAME] [--profile]``.
+"""Processor time per saved tensor: ``python -m bench.hostcost [--json FILE] [--only NAME] [--profile]``.
 
 Small tensors on one thread, so that Python sets the pace, as it does on every GPU. Timed is the thread's own processor
 time of a step, forward and backward; the cost is what a step takes above a plain one, divided by the number of tensors

@@ -1,4 +1,4 @@
-"""What the numbers were measured on: one line for people, all of it for the JSON."""
+"""A description of the machine: one line for people, all of it for the JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single nodes of the backward pass take: ``python -m bench.nodes [--json FILE] [--seconds N]``.
+"""Times of single nodes of the backward pass: ``python -m bench.nodes [--json FILE] [--seconds N]``.
 
 A function runs on numbers that its forward pass frees, and its node gets a gradient that nobody else holds. Timed is
 the node, unpacking included, as torch's profiler sees it; the peak is of the whole small graph's backward, above what

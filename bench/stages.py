@@ -1,4 +1,4 @@
-"""Where a Session's processor time goes: cProfile's times, added up by the rooms of the package.
+"""Processor time of a Session by the rooms of the package: cProfile's times, added up.
 
 cProfile counts a function of C apart from the function of Python that called it. Here its time goes to its caller's
 room: an allocation in the decoder is the decoder's. What is called by nobody of the package - the program, torch's own

@@ -1,4 +1,4 @@
-"""What watching costs a step: ``python -m bench.verify [--json FILE] [--rounds N]``.
+"""The cost of watching a step: ``python -m bench.verify [--json FILE] [--rounds N]``.
 
 Each network takes steps as it is and with checkpoints, each alone and watched by ``backstash verify``. They take turns,
 each round in another order. A step is a forward and a backward pass. The counted peak is what torch

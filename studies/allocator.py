@@ -1,4 +1,4 @@
-"""What allocators and their settings give, to plain PyTorch and to Sessions: ``python -m studies.allocator``.
+"""Allocators and their settings, for plain PyTorch and for Sessions: ``python -m studies.allocator``.
 
 The candidates are plain PyTorch, the policy ``lossless``, and plans for a share of plain's counted peak and for the
 smallest budget that there is. The C library's settings hold for a process, and so does the high-water mark of resident

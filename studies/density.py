@@ -1,4 +1,4 @@
-"""How small sparse tensors get, and where csr overtakes zvc: ``python -m studies.density [--json FILE]``.
+"""Sizes of sparse tensors, and where csr overtakes zvc: ``python -m studies.density [--json FILE]``.
 
 Every ratio is that of a tensor that was encoded: normal numbers, a share of them zeroed at random. The last line is the
 share of zeros from which on csr is the smaller one, found by halving; the formula of `smaller_sparse` says 88.9 %.

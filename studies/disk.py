@@ -1,4 +1,4 @@
-"""How fast DiskStore writes and reads, beside dd: ``python -m studies.disk DIRECTORY [--json FILE]``, Linux only.
+"""Rates of DiskStore beside dd: ``python -m studies.disk DIRECTORY [--json FILE]``, Linux only.
 
 A round runs everything once, each round beginning with another one. dd writes and reads as many bytes past the page
 cache (``oflag=direct``, ``iflag=direct``) in blocks as large as the store's: to a fresh file, and over one that is

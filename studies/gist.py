@@ -1,4 +1,4 @@
-"""What Gist's paper measured, beside what we measure: ``python -m studies.gist [--json FILE] [--seconds N]``.
+"""Figures of Gist's paper beside our own: ``python -m studies.gist [--json FILE] [--seconds N]``.
 
 Gist (Jain et al., ISCA 2018) stores activations in fewer bits between forward and backward, and reports a *memory
 footprint ratio* (MFR) of five networks at a minibatch of 64, and the time of a step. Three sections:

@@ -1,4 +1,4 @@
-"""What each activation that a network saves would take as csr, zvc and zvc with fp8 values, and what policies chose.
+"""Sizes of each activation that a network saves, as csr, zvc and zvc with fp8 values, and what policies chose.
 
 The network is trained for a few steps first, so that zeros are where training puts them. Then one forward pass under a
 policy that weighs every value in passing, and one under each of the policies, with the same weights, images and

@@ -1,4 +1,4 @@
-"""What moving activations gives and costs: ``python -m studies.layrub [--json FILE] [--only SECTIONS]``.
+"""Gains and costs of moving activations: ``python -m studies.layrub [--json FILE] [--only SECTIONS]``.
 
 Layrub (TACO 2018) trains on a device what does not fit its memory, by moving activations to the host's. Its abstract
 claims 58.2 % less memory on average, 98.9 % at most, at 1.241 times the time, and a ResNet of 1,517 layers. Here the

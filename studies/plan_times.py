@@ -1,4 +1,4 @@
-"""What a plan takes to make, and what it keeps: ``python -m studies.plan_times [--json FILE] [--only NAME]``.
+"""The cost of making a plan, and its promises: ``python -m studies.plan_times [--json FILE] [--only NAME]``.
 
 Seven networks, on one thread. For each network and each share of the plain step's peak:
 

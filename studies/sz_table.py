@@ -1,4 +1,4 @@
-"""What sz makes of activations: ``python -m studies.sz_table [--json FILE] [--network]``.
+"""Sizes and errors of activations under sz: ``python -m studies.sz_table [--json FILE] [--network]``.
 
 Of numbers as relus leave them, the ratio, what the entropy of its own integers would allow, and how fast it encodes and
 decodes, beside zlib and, where installed (``pip install 'backstash[peers]'``), zfp and SZ3. With ``--network`` also

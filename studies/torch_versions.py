@@ -1,4 +1,4 @@
-"""What backstash does with each torch that it names: ``python -m studies.torch_versions --json FILE [--torch 2.15.0]``.
+"""Tests of backstash with each torch that it names: ``python -m studies.torch_versions --json FILE [--torch 2.15.0]``.
 
 A part of the quick tests runs with each version, in the environment that ``make test-torch TORCH=...`` makes, or in
 this one for the torch that it has. The parts are small ones, in which versions differ most. A version whose environment

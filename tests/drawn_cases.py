@@ -1,4 +1,4 @@
-"""What tests of drawn cases share: a command that draws others for as long as it is told to."""
+"""Drawn cases: the command that draws more of them for as long as it is told to."""
 
 from __future__ import annotations
 

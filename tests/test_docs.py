@@ -201,6 +201,18 @@ def test_every_argument_in_a_docstring_has_a_name() -> None:
     assert found == []
 
 
+def test_the_docstring_of_a_module_names_what_is_there() -> None:
+    """It begins with a noun: a question or a pronoun tells a newcomer nothing."""
+    questions = re.compile(r"(?:What|Which|Who|Whose|How|Whether|Where|When|Why|It|They|This|Those)\b")
+    found = []
+    for folder in ("src", "tests", "bench", "studies"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if questions.match(docstring):
+                found.append(str(path.relative_to(ROOT)))
+    assert found == []
+
+
 def test_every_codec_has_an_example() -> None:
     finder = doctest.DocTestFinder()
     for name in backstash.codecs.names():

@@ -1,4 +1,4 @@
-"""Who may import whom: the package's layers, read from the source."""
+"""Imports between rooms of the package: its layers, read from the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a saved storage is looked at: in the first step and after some more, at once when it is let go of."""
+"""Looks at a saved storage: in the first step and after some more, at once when it is let go of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked before a release finds what is wrong, and says what to do. The long steps are imitated."""
+"""The check before a release finds what is wrong, and says what to do. The long steps are imitated."""
 
 from __future__ import annotations
 

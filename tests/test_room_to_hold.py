@@ -1,4 +1,4 @@
-"""What is remade for several readers is held between them, as long as that does not raise the step's peak."""
+"""Values remade for several readers are held between them, as long as that does not raise the step's peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SECURITY.md says of the source: no network, nothing unpickled, files that nobody else can read."""
+"""SECURITY.md is true of the source: no network, nothing unpickled, files that nobody else can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Session tells a watcher of its memory."""
+"""Notices of memory from a Session to its watcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the programs ask of a device beside tensors: to wait, to count, to limit its memory."""
+"""Requests of the programs to a device beside tensors: to wait, to count, to limit its memory."""
 
 from __future__ import annotations
 

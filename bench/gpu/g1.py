@@ -1,4 +1,4 @@
-"""What a step costs the host, what it asks of the device, what single calls take, and how fast the link is.
+"""Costs of a step for the host, its requests to the device, times of single calls, and the speed of the link.
 
 The networks are small here, with the graphs of large ones, so the host sets the pace and the time of a step is the
 host's. A step begins with an empty queue and is timed without a wait at its end; how long the device then still works

@@ -1,4 +1,4 @@
-"""Which formulas have the bits of the device's own kernels, what repeats itself, and the speed of each kernel of ours.
+"""Formulas that have the bits of the device's own kernels, what repeats itself, and the speed of each kernel of ours.
 
 A value that is computed again by a kernel of ours has to get the bits that torch's kernel gave it. There are several
 ways to round a norm; each is tried in every dtype and layout, and the elements are counted that differ. A product and a

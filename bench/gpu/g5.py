@@ -1,4 +1,4 @@
-"""How much of a copy to the host hides behind computing.
+"""The share of a copy to the host that hides behind computing.
 
 1. Products of matrices on one stream, a copy out and back on another one: alone, and both at once.
 2. Steps of networks in which ``offload_hidden`` moves so many bytes, or as many as hide, and treats the rest as

@@ -1,4 +1,4 @@
-"""What backstash is measured beside, each behind a small adapter.
+"""Peers that backstash is measured beside, each behind a small adapter.
 
 * Training steps: `plain`, `checkpointing`, `offload`, and backstash itself in `stash`.
 * Codecs: `blosc2_lz4` and `zlib_level1`, and backstash's own in `stash`.

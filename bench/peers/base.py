@@ -1,4 +1,4 @@
-"""What a peer is: one that runs training steps, or one that encodes tensors."""
+"""Peers of two kinds: one runs training steps, the other encodes tensors."""
 
 from __future__ import annotations
 

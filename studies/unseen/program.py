@@ -1,4 +1,4 @@
-"""What a training program is to the judgement of plans: a model, and a function that runs forward and backward."""
+"""Training programs for the judgement of plans: a model, and a function that runs forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hides behind a link, in simulated time: of a small network here, and of the file with the results."""
+"""Movement that hides behind a link, in simulated time: a small network here, and the file with the results."""
 
 from __future__ import annotations
 

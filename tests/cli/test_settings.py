@@ -1,4 +1,4 @@
-"""Where an option's value comes from, and what the tables and helps of the command line show."""
+"""The source of an option's value, and the command line's tables and helps."""
 
 from __future__ import annotations
 

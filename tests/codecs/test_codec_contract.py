@@ -1,4 +1,4 @@
-"""What every codec keeps to: check_codec on what hypothesis draws, and what the docstrings say."""
+"""The contract of every codec: check_codec on what hypothesis draws, and what the docstrings say."""
 
 from __future__ import annotations
 

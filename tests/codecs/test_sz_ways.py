@@ -1,4 +1,4 @@
-"""What the C++ kernels of sz do for speed gives the reference's planes, byte for byte.
+"""The fast ways of sz's C++ kernels give the reference's planes, byte for byte.
 
 They take chunks in pairs, make codes in single precision where that is sure to be right, and look up small tables in
 registers.

@@ -1,4 +1,4 @@
-"""What the distributed tests share: processes that run one program together, and what they compare."""
+"""Processes that run one program together, and comparisons of their results, for the distributed tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one kind of statement is, and short ways to write down several kinds that have no special properties."""
+"""The kind of a statement, and short ways to write down several kinds that have no special properties."""
 
 from __future__ import annotations
 

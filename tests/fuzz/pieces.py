@@ -1,4 +1,4 @@
-"""What rendered programs use beside torch. A standalone program contains the source of the pieces that it names."""
+"""Functions and modules of rendered programs. A standalone program contains the source of those that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of a whole Session share: policies, a network, and questions about what a Session leaves behind."""
+"""Policies, a network, and questions about what a Session leaves behind, for tests of whole Sessions."""
 
 from __future__ import annotations
 

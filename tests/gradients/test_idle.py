@@ -1,4 +1,4 @@
-"""What was learned of a model outlives a Session: which sizes matter, and whether there is anything to do at all."""
+"""Knowledge of a model outlives a Session: which sizes matter, and whether there is anything to do at all."""
 
 from __future__ import annotations
 

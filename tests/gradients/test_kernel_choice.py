@@ -1,4 +1,4 @@
-"""What is made again runs the operators that ran first, though autograd follows nothing then (Note: [as called])."""
+"""Repeated calls run the operators that ran first, though autograd follows nothing then (Note: [as called])."""
 
 from __future__ import annotations
 

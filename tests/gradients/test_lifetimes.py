@@ -1,4 +1,4 @@
-"""How long a Session holds what, and that it holds nothing after abandoned graphs, errors and deleted models."""
+"""Lifetimes of what a Session holds, and that it holds nothing after abandoned graphs, errors and deleted models."""
 
 from __future__ import annotations
 

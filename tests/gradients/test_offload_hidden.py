@@ -1,4 +1,4 @@
-"""What the link hides is moved, and nothing waits for it; the rest is held as under lossless. Time is simulated."""
+"""The policy offload_hidden moves what the link hides, without a wait, and holds the rest: in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hook of the program sees, wherever it hangs, is an ordinary tensor with plain's numbers."""
+"""Hooks of the program, wherever they hang, see ordinary tensors with plain's numbers."""
 
 from __future__ import annotations
 

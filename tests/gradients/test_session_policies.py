@@ -1,4 +1,4 @@
-"""What a Session asks of policies, codecs and stores, and which errors it raises."""
+"""Questions that a Session asks of policies, codecs and stores, and the errors that it raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else a program has installed around or inside a Session: sessions, hooks, modes, checkpoints, threads."""
+"""Sessions inside and around other sessions, hooks, modes, checkpoints and threads of the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What traces operations inside a Session, and modes that put other operations in the place of those called."""
+"""Tracers of operations inside a Session, and modes that put other operations in the place of those called."""
 
 from __future__ import annotations
 

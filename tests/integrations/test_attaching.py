@@ -1,4 +1,4 @@
-"""What all integrations log, and what they ask before they open a Session."""
+"""Logs that all integrations write, and questions that they ask before they open a Session."""
 
 from __future__ import annotations
 

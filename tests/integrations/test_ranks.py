@@ -1,4 +1,4 @@
-"""What ranks say at the end reaches the first of them, and a rank that says nothing holds nobody up."""
+"""Messages of ranks at the end reach the first of them, and a rank that says nothing holds nobody up."""
 
 from __future__ import annotations
 

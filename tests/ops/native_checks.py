@@ -1,4 +1,4 @@
-"""What the tests of the C++ kernels share: contents, outputs between canaries, instruction sets."""
+"""Contents, outputs between canaries, and instruction sets, for the tests of the C++ kernels."""
 
 from __future__ import annotations
 

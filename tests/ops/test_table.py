@@ -1,4 +1,4 @@
-"""What holds for every row of the table of kernels; and what CONTRIBUTING.md says about a new row."""
+"""Every row of the table of kernels keeps its promises, and CONTRIBUTING.md describes a new row truly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launchers would launch, compiled ahead of time for sm_80 and sm_90: Triton brings ptxas, no GPU needed."""
+"""Triton kernels compiled ahead of time for sm_80 and sm_90, as the launchers launch them: no GPU is needed."""
 
 from __future__ import annotations
 

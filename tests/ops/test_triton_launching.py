@@ -1,4 +1,4 @@
-"""What importing the Triton kernels does; planes of wrong sizes; fields that share bytes."""
+"""Effects of importing the Triton kernels; planes of wrong sizes; fields that share bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: numbers, and outputs between canaries.
+"""Numbers, and outputs between canaries, for the tests of the Triton kernels.
 
 Expected planes always come from the reference on the CPU. Whatever a kernel fills stands between canaries, at an
 address that is aligned to its elements only.

@@ -1,4 +1,4 @@
-"""What a plan may do in a program's own loop: values move to a disk, or are rounded within a limit on the error."""
+"""Choices of a plan in a program's own loop: values move to a disk, or are rounded within a limit on the error."""
 
 from __future__ import annotations
 

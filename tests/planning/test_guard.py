@@ -1,4 +1,4 @@
-"""What a guard does when more is held than planned, and a Session that plans anew where steps do not match its plan."""
+"""Guards where more is held than planned, and a Session that plans anew where steps do not match its plan."""
 
 from __future__ import annotations
 

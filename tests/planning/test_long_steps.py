@@ -1,4 +1,4 @@
-"""What a long step takes is measured in a few steps."""
+"""Profiles and plans of long steps run few of them."""
 
 from __future__ import annotations
 

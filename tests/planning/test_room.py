@@ -1,4 +1,4 @@
-"""Where a plan's peak lies elsewhere, backward's kernels need not free early what they have read."""
+"""A plan whose peak lies elsewhere lets backward's kernels keep what they have read."""
 
 from __future__ import annotations
 

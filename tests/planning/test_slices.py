@@ -1,4 +1,4 @@
-"""What a course computes between steps is divided into slices, and what it says of plain's time is plain's."""
+"""A course's computing between steps is divided into slices, and what it says of plain's time is plain's."""
 
 from __future__ import annotations
 

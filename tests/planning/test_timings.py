@@ -1,4 +1,4 @@
-"""What a plan says of its time: what was timed, and never more than a plan for a smaller budget."""
+"""The predicted time of a plan: as it was timed, and never more than that of a plan for a smaller budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are stored, within which bounds, and which values are remade from them."""
+"""Values that are stored, the bounds within which they are, and the values that are remade from them."""
 
 from __future__ import annotations
 

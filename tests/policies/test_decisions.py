@@ -1,4 +1,4 @@
-"""What each built-in policy decides."""
+"""Decisions of each built-in policy."""
 
 from __future__ import annotations
 

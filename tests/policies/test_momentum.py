@@ -1,4 +1,4 @@
-"""What becomes of gradients between backward and the optimizer's step does not change how large an error may be."""
+"""The allowed error does not depend on what becomes of gradients between backward and the optimizer's step."""
 
 from __future__ import annotations
 

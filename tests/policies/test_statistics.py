@@ -1,4 +1,4 @@
-"""What a collecting step reads of large images: a part of the pixels, which tells what all of them would."""
+"""A collecting step reads a part of the pixels of large images, which tells what all of them would."""
 
 from __future__ import annotations
 

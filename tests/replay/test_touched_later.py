@@ -1,4 +1,4 @@
-"""What settled passes make again is what it was, whenever a program changes what that begins from."""
+"""Values that settled passes make again are right, whenever a program changes what they are made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says at its top: what would help most and what that costs, or why nothing helps."""
+"""Suggestions at the top of a report: what would help most and what that costs, or why nothing helps."""
 
 from __future__ import annotations
 
