@@ -463,6 +463,13 @@ def has_compiled() -> bool:
     return converting is not None and bool(getattr(converting, "FRAME_COUNTER", True))
 
 
+def may_compile() -> bool:
+    """Whether the program has asked Dynamo to compile something, which perhaps has not run yet."""
+    running = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(running, "cached_backends", {})
+    return has_compiled() or any(backend is not None for backend in backends.values())
+
+
 def ignore_global_hooks_of_compiled_modules() -> None:
     """Have a compiled module not warn that there are global hooks, unless somebody has installed some already.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import resource
 import subprocess
 import sys
@@ -133,8 +134,8 @@ def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone(
     def fail(gradient: Tensor) -> None:
         raise ValueError("the program's own")
 
-    for module in (session_module, budgeted):
-        monkeypatch.setattr(module, "has_compiled", lambda: False)  # as other tests may have done
+    monkeypatch.setattr(session_module, "has_compiled", lambda: False)  # as other tests may have done
+    monkeypatch.setattr(budgeted, "may_compile", lambda: False)
     model, seen, signatures = network(), list[list[int]](), list[Any]()
     model[3].register_forward_hook(lambda *_: seen.append(list(nn.modules.module._global_forward_pre_hooks)))
     with Budgeted("80%", min_nbytes=0) as session:
@@ -149,7 +150,7 @@ def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone(
                     y.sum().backward()
             else:
                 y.square().mean().backward()
-            assert next(iter(nn.modules.module._global_forward_pre_hooks.values())) == session._before_module
+            assert modules._hearing == [session._before_module]
     assert all(len(hooks) == 1 for hooks in seen)  # the Session's own
     assert len(set(signatures[:20])) == 1
     assert len(set(signatures[20:])) == 1 and signatures[20] != signatures[19]
@@ -212,6 +213,41 @@ def test_signatures_are_of_nested_inputs() -> None:
     assert size_ratio(signature_of([x]), signature_of([torch.ones(8, 3)])) == 2
     assert size_ratio(signature_of([ids]), signature_of([torch.ones(4, 14, dtype=torch.int64)])) == 4
     assert size_ratio(signature_of([ids]), signature_of([ids[:, :3]])) < 1
+    assert size_ratio(signature_of([x]), signature_of([x, ids])) == math.inf
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = signature_of([x])
+    assert size_ratio(signature_of([x]), inside) == 1
+    assert size_ratio(inside, signature_of([x])) == 2
+
+
+@pytest.mark.parametrize("kind", ["another input", "one input less", "autocast"])
+def test_steps_may_have_other_inputs_later(kind: str) -> None:
+    model = network()
+    session = Budgeted("90%", min_nbytes=0)
+    x = torch.randn(8, 3, 16, 16)
+    for number in range(36):
+        is_late = number >= 18
+        has_more = is_late != (kind == "one input less") and kind != "autocast"
+        with session, torch.autocast("cpu", torch.bfloat16, enabled=is_late and kind == "autocast"):
+            loss = Scaled(model)(x, *([torch.ones(8, 1)] if has_more else [])).float().square().mean()
+        loss.backward()
+        model.zero_grad()
+    assert len({each.signature for each in session.buckets}) == 2
+    assert session.found.plan is not None and session.found.reached_nbytes > 0
+
+
+class Scaled(nn.Module):
+    """A model whose result may be multiplied by a second input."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, *factors: Tensor) -> Tensor:
+        result: Tensor = self.model(x).flatten(1)
+        for factor in factors:
+            result = result * factor
+        return result
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

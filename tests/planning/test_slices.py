@@ -56,7 +56,7 @@ class Cells(nn.Module):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Ticking()
     monkeypatch.setattr(course, "clock", found)
-    monkeypatch.setattr(course, "has_compiled", lambda: False)  # whatever ran before in this process
+    monkeypatch.setattr(course, "may_compile", lambda: False)  # whatever ran before in this process
     monkeypatch.setattr(course, "PLAIN_STEPS", 3)
     monkeypatch.setattr(course, "MOST_TRIED", 64)
     monkeypatch.setattr(course, "LEAST", 20 * TICK)

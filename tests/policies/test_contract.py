@@ -204,7 +204,8 @@ def test_a_subclass_that_overrides_a_method_is_not_fixed() -> None:
 
 def test_a_fixed_policy_defines_what_depends_on_the_facts_alone() -> None:
     fixed = {policy for policy in built_in() if vars(policy).get("is_fixed") is True}
-    assert {policies.Cdma, policies.Gist, KeepAll, Lossless, policies.Vdnn} <= fixed
+    assert {policies.Cdma, KeepAll, Lossless, policies.Vdnn} <= fixed
+    assert policies.gist_lossless().is_fixed and not policies.gist("fp16").is_fixed
     for policy in fixed:
         own = {name for name in METHODS if getattr(policy, name) is not MEMBERS[name]}
         assert own - {"has_room_for", "in_flight_for", "begin_step"} == {"decide"}

@@ -70,7 +70,7 @@ def test_gist_binarises_and_stores_sparse_values() -> None:
 
 @pytest.mark.parametrize("format", ["fp16", "fp10", "fp8", "float8_e4m3fn"])
 def test_gist_reduces_sparse_and_dense_values(format: str) -> None:
-    action = policies.gist(format, recompute=False).decide(saved())
+    action = policies.gist(format, recompute=False).decide(replace(saved(), effect=Effect.LINEAR))
     assert isinstance(action, Stash)
     labels = [getattr(codec, "label", codec.id) for codec in action.codecs]
     assert labels == ["binary", f"csr+{format}", f"zvc+{format}", format, f"zvc+{format}", "csr", "zvc"]

@@ -2,7 +2,7 @@
 
 torch.compile looks at the global hooks when it compiles a module, and compiles anew whenever there are others, or the
 same ones under another number. So they are two functions that never change, registered under numbers that never change;
-they ask which Session is active when they run.
+they ask which Session is active, and who else wants to know of calls, when they run.
 
 Note: [fused layers]
     Torch's attention and transformer layers compute by one fused function where no gradient is asked for, but not where
@@ -58,11 +58,13 @@ _listeners: dict[int, Any] = {}
 _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
 
+Hook = Callable[[nn.Module, Any], None]
+
 _kept: set[object] = set()
 """Who asks for the hooks although nobody listens."""
 
-_numbers_of_others: list[int] = []
-"""The numbers of hooks that were added by add_pre_hook, in use or not."""
+_hearing: list[Hook] = []
+"""Who hears of calls before a listener is told, the latest one first."""
 
 _resting: nn.Module | None = None
 """Until whose call ends no hooks are called."""
@@ -76,18 +78,6 @@ _lock = threading.Lock()
 def is_active() -> bool:
     """Whether a Session is open on this thread."""
     return getattr(_active, "is_open", False)
-
-
-Hook = Callable[[nn.Module, Any], None]
-
-
-def comes_after(number: int) -> bool:
-    """Whether a module's call in which the global hook of that number runs now is yet to be told to the listener.
-
-    It is not if nobody listened when the call began: the hooks of a call are those that there were at its beginning.
-    """
-    order = list(nn.modules.module._global_forward_pre_hooks)
-    return _numbers is not None and number in order and _numbers[0] in order[order.index(number) :]
 
 
 def listen(listener: ModuleListener | None) -> None:
@@ -120,28 +110,26 @@ def unlisten(listener: ModuleListener | None, is_here: bool) -> None:
             _uninstall()
 
 
-def add_pre_hook(hook: Hook) -> int:
-    """Has a hook called before each module's forward, and before all other hooks. Returns its number.
+def hear_calls(hook: Hook) -> None:
+    """Has ``hook`` called before each module's forward, also on other threads, before all other hooks and listeners.
 
-    What torch has compiled is compiled anew where a global hook has another number, so numbers are used again.
+    A listener that begins to listen in it is told of that call as well.
     """
-    ignore_global_hooks_of_compiled_modules()
+    keep(hook)
+    assert _numbers is not None
     hooks: Any = nn.modules.module._global_forward_pre_hooks  # an OrderedDict, which torch calls a dict
     with _lock:
-        number = next((number for number in _numbers_of_others if number not in hooks), None)
-        if number is None:
-            number = nn.modules.module.register_module_forward_pre_hook(hook).id
-            _numbers_of_others.append(number)
-        hooks[number] = hook
-        hooks.move_to_end(number, last=False)
-    return number
+        hooks.move_to_end(_numbers[0], last=False)
+        if hook not in _hearing:
+            _hearing.insert(0, hook)
 
 
-def remove_pre_hook(hook: Hook) -> None:
-    """Ends that; nothing happens if the hook is not there."""
-    installed = nn.modules.module._global_forward_pre_hooks
-    for number in [number for number, each in list(installed.items()) if each == hook]:
-        installed.pop(number, None)
+def ignore_calls(hook: Hook) -> None:
+    """Ends that; nothing happens if the hook does not hear of calls."""
+    with _lock:
+        if hook in _hearing:
+            _hearing.remove(hook)
+    let_go(hook)
 
 
 def are_installed() -> bool:
@@ -260,7 +248,11 @@ def _uninstall() -> None:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    if is_dynamo_compiling() or compiler._is_compiling_flag or is_traced():
+    if is_dynamo_compiling() or compiler._is_compiling_flag:
+        return
+    for hook in tuple(_hearing):
+        hook(module, args)
+    if is_traced():
         return  # Note: [transforms] in transforms.py
     if isinstance(module, _FUSED) and not module.training:
         _suspend(module, args)

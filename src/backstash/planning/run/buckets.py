@@ -58,6 +58,10 @@ Signature = tuple[tuple[tuple[int, ...], str], ...]
 """Shape and dtype of each tensor among a step's inputs."""
 
 
+AUTOCAST = "autocast"
+"""What stands in a signature, with the dtype, where autocast is on."""
+
+
 def signature_of(inputs: Any) -> Signature:
     """Shapes and dtypes of the tensors in nested lists, tuples and dicts; empty if there are none."""
     found: list[tuple[tuple[int, ...], str]] = []
@@ -72,7 +76,7 @@ def signature_of(inputs: Any) -> Signature:
             waiting += reversed(item)
     for device in ("cpu", accelerator.kind()):
         if found and device is not None and torch.is_autocast_enabled(device):
-            found.append(((), f"autocast {torch.get_autocast_dtype(device)}"))
+            found.append(((), f"{AUTOCAST} {torch.get_autocast_dtype(device)}"))
     return tuple(found)
 
 
@@ -82,18 +86,25 @@ def call_sizes(x: Tensor) -> tuple[int, ...]:
 
 
 def size_ratio(small: Signature, large: Signature) -> float:
-    """How many times as much a step of the one signature may take as a step of the other, at most."""
-    if len(small) != len(large):
-        return math.inf if len(large) > len(small) else 1.0
+    """How many times as much a step of the one signature may take as a step of the other, at most.
+
+    Infinitely many times if there are more tensors; single numbers do not count. Without autocast a value takes at most
+    twice what it takes with it.
+    """
+    known, asked = ([each for each in signature if each[0]] for signature in (small, large))
+    is_cast, stays_cast = (any(name.startswith(AUTOCAST) for _, name in signature) for signature in (small, large))
+    wider = 2.0 if is_cast and not stays_cast else 1.0
+    if len(known) != len(asked):
+        return math.inf if len(asked) > len(known) else wider
     most = 0.0
-    for (shape, dtype), (other, _) in zip(small, large, strict=True):
-        if not shape or not other or 0 in shape:
+    for (shape, dtype), (other, _) in zip(known, asked, strict=True):
+        if 0 in shape:
             continue
         batch = other[0] / shape[0]
         inside = math.prod(other[1:]) / math.prod(shape[1:])
         are_tokens = "int" in dtype and inside > 1
         most = max(most, batch * (inside * inside if are_tokens else inside))
-    return most or 1.0
+    return wider * (most or 1.0)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,9 @@ Nobody hands over a step here. The program trains in its own loop and runs its f
 Note: [between steps]
     A Session is chosen when a forward pass begins. Where the inputs are not known then, it is when a module is called
     first with tensors. By then the program may have put hooks or modes of its own above the Session's, as a checkpoint
-    around the whole model does; then the Session stays, and the next one is right.
+    around the whole model does; then the Session stays, and the next one is right. If a backward pass has ended and no
+    module was heard of, because the program calls none or does so inside of what is compiled, forward passes begin
+    where the one before has ended, or where this is entered.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session, made_again
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, has_compiled, hide_from_dynamo, in_backward, is_traced
+from backstash.torch_internals import current_function_mode, hide_from_dynamo, in_backward, is_traced, may_compile
 
 T = TypeVar("T")
 
@@ -177,7 +179,9 @@ class Budgeted(Following):
         super().__init__(self.session_with(self.keeping(1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
-        self._hook: int | None = None  # the number of the module hook, where there is one
+        self._is_hearing = False  # of modules
+        self._has_heard = False  # of any module with tensors
+        self._is_unheard = False  # the program calls none, or inside of what is compiled
         self._entry: leaving.Entrance | None = None
         self._chain: list[nn.Module] = []
         self._thread = self._retried = self._nbytes = 0
@@ -209,6 +213,8 @@ class Budgeted(Following):
             self._thread = threading.get_ident()
             self._is_new = self._is_inside = True
             self._listen()
+            if self._is_unheard:
+                self._begin(None, ())
             self._enter(self._session)
         except BaseException as error:
             entry.leave(error)
@@ -220,19 +226,27 @@ class Budgeted(Following):
     def end_backward(self) -> None:
         """A backward pass has ended."""
         super().end_backward()
+        if self._is_own and self._is_new and not self._has_heard:
+            self._is_unheard = True
         self._hear_again()
 
     def _hear_again(self) -> None:
-        """Hears of modules where a forward pass begins with the next one."""
-        if self._is_new and self._is_inside and self._hook is None:
+        """A forward pass begins with the next module, or now where none is heard of."""
+        if not self._is_new or not self._is_inside:
+            return
+        if self._is_unheard:
+            self._begin(None, ())
+            self._exchange([])
+        elif not self._is_hearing:
             self._hear_modules()
 
     def _hear_modules(self) -> None:
-        self._hook = modules.add_pre_hook(self._before_module)
+        modules.hear_calls(self._before_module)
+        self._is_hearing = True
 
     def _ignore_modules(self) -> None:
-        modules.remove_pre_hook(self._before_module)
-        self._hook = None
+        modules.ignore_calls(self._before_module)
+        self._is_hearing = False
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -251,7 +265,8 @@ class Budgeted(Following):
         self._ignore_modules()
         self._chain.clear()
         self._is_inside = False
-        self._unlisten()
+        if error is not None or self._has_heard or self._is_unheard:  # else the next backward pass tells
+            self._unlisten()
         if error is not None and is_out_of_memory(error):
             advise(error, str(self.budget), "")
         self._leave_session(error)
@@ -405,42 +420,47 @@ class Budgeted(Following):
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         """Note: [between steps]."""
-        if not self._is_new or self._thread != threading.get_ident() or not torch.is_grad_enabled() or in_backward():
+        is_asked = (self._is_new or self._is_unheard) and self._thread == threading.get_ident()
+        if not is_asked or not torch.is_grad_enabled() or in_backward():
             return
         signature = signature_of(args)
         if not signature and len(self._chain) < 8:
             self._chain.append(module)
             return
+        self._has_heard, self._is_unheard = True, False
         chain, self._chain = self._chain, []
         self._begin(chain[0] if chain else module, signature)
-        self._exchange(chain, module)
-        if not has_compiled() or (self._open and isinstance(self._open[0], Unhooked)):
+        self._exchange(chain)
+        if not may_compile() or (self._open and isinstance(self._open[0], Unhooked)):
             self._ignore_modules()  # until the next pass, because to hear of each takes time
 
-    def _exchange(self, chain: list[nn.Module], module: nn.Module) -> None:
-        """Opens the Session that was chosen, in the place of the open one if that can be taken away."""
+    def _exchange(self, chain: list[nn.Module]) -> None:
+        """Opens the Session that was chosen, in the place of the open one if that can be taken away.
+
+        Args:
+            chain: modules whose calls have begun, but for the latest one, of which the Session is told later.
+        """
         if not self._open or self._session is self._open[0]:
             return
         if not self._may_replace():
             self._attach(self._open[0])
         else:
-            is_told = self._hook is not None and modules.comes_after(self._hook)
             self._leave_session(None)
             self._enter(self._session)
             if not is_traced():  # Note: [transforms] in transforms.py
-                for each in chain if is_told else (*chain, module):
+                for each in chain:
                     self._session.enter_module(each)
 
     def _may_replace(self) -> bool:
         """Whether the open Session's hooks are the innermost ones, so that they can be taken away."""
         return self._open[0].is_innermost and current_function_mode() in self._modes
 
-    def _begin(self, model: nn.Module, signature: Signature) -> None:
-        """Chooses the Session for a forward pass with these inputs."""
+    def _begin(self, model: nn.Module | None, signature: Signature) -> None:
+        """Chooses the Session for a forward pass with these inputs, of a model if it calls one."""
         self._is_new = False
         if not self.recording.is_inside:
             self._advance("safe")
-        self._witness = Witness.of(model) or self._witness
+        self._witness = (None if model is None else Witness.of(model)) or self._witness
         if self.phase and self.last is not None:
             self._session = self.last.session or self._session
             self._attach()
@@ -726,5 +746,5 @@ def _prepare(device_type: str) -> None:
         gc.collect()
 
 
-for _function in (Budgeted.__enter__, Budgeted._before_module, Window.__enter__):
+for _function in (Budgeted.__enter__, Window.__enter__):
     hide_from_dynamo(_function, and_all_below=True)

@@ -77,7 +77,7 @@ from backstash.planning.run.within import Within
 from backstash.planning.search.planner import Planner
 from backstash.policies import Policy, get
 from backstash.session import Session
-from backstash.torch_internals import has_compiled
+from backstash.torch_internals import may_compile
 
 Awaited = Literal["cycle", "safe"]
 """The end of a backward pass, or a place where the profiler may be started and stopped."""
@@ -540,7 +540,7 @@ class Course:
 
     def _run_plain(self) -> None:
         """From now on, the steps run as in plain PyTorch, and are timed."""
-        if has_compiled():  # what is compiled would be compiled once more where there are no hooks
+        if may_compile():  # what is compiled would be compiled once more where there are no hooks
             self._run(self._bucket, KeepForTiming())
             self._owner.watch(Silent())
         else:
@@ -784,7 +784,8 @@ class Course:
         for number in range(MOST_PLANS + 1):
             nbytes = int((budget - bucket.margin) / times) if number < MOST_PLANS else 0
             plan = largest.planner.at_most(nbytes)
-            found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=int(plan.peak_nbytes * times), plan=plan)
+            planned = plan.peak_nbytes if times == math.inf else int(plan.peak_nbytes * times)
+            found = replace(bucket.found, budget_nbytes=budget, planned_nbytes=planned, plan=plan)
             bucket.found = replace(found, plans=found.plans + 1)
             owner.use_alike(bucket, plan)
             if not (yield from self._count()):
@@ -802,7 +803,7 @@ class Course:
             if is_leanest:
                 self._say_over(budget)
                 return
-            bucket.margin = max(bucket.margin + over + (over >> 3), budget - int(plan.peak_nbytes * times) + 1)
+            bucket.margin = max(bucket.margin + over + (over >> 3), budget - planned + 1)
 
     def _count(self) -> Generator[Awaited, None, bool]:
         """Proves the recipes of a plan in one step, and counts the peak of another. Returns whether it was counted."""
