@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash import Session
+from tests.gradients.gradient_checks import Remake
 
-POLICIES = ("lossless", "lossless", "lossless_stored", "keep")
+POLICIES = ("lossless", "lossless", "lossless_stored", "keep", "remake")
 ACTIVATIONS = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.Softplus, nn.LeakyReLU, nn.ReLU6, nn.Hardswish)
 CHANGES = (
     "nothing",
@@ -90,10 +91,25 @@ class Recurrent(nn.Module):
         return x + state[:, :, None, None]
 
 
+class Parts(nn.Module):
+    """Functions of parts of what a layer makes, which do not begin where that does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(width, 2 * width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [N, C, H, W] to such images."""
+        halves = self.layer(x).unflatten(1, (2, -1)).transpose(0, 1).contiguous()
+        gate, value = halves
+        return F.relu(value) * gate.sigmoid() + F.leaky_relu(halves[1:] + 0.5)[0]
+
+
 BLOCKS: tuple[Callable[[int], nn.Module], ...] = (
     Gated,
     Attention,
     Recurrent,
+    Parts,
     lambda width: nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
     lambda width: nn.Sequential(nn.Conv2d(width, width, 1), nn.GroupNorm(2, width), nn.Dropout(0.2)),
     lambda width: nn.Sequential(nn.Conv2d(width, width, 1), nn.MaxPool2d(3, 1, 1), nn.SiLU()),
@@ -216,7 +232,8 @@ class Sessions:
         number = {"same": 0, "fresh": self._step, "turns": self._step % 2}[self._kind]
         session = self._open.get((policy, number))
         if session is None:
-            session = Session(policy, model=self._given, min_nbytes=self._min_nbytes)
+            asked = Remake() if policy == "remake" else policy
+            session = Session(asked, model=self._given, min_nbytes=self._min_nbytes)
             if self._kind != "fresh":
                 self._open[policy, number] = session
         return session

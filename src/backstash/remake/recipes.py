@@ -154,13 +154,22 @@ class Recipe:
         tensors = [self._input(index, fetch, out) for index in range(len(self.inputs))]
         if self.from_statistics and self.call.statistics is not None:
             return norm_from_statistics(self.call, tensors)
+        return repeat(self.call, self.function, tensors)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What makes the result: the call's function, or one that writes over its first input, where nobody keeps that.
+
+        The input has to be all of what a call has made: a part of that would begin elsewhere in its memory than the
+        result does. And its layout has to be the result's: what reads another layout may add up in another order.
+        """
         first, call = self.inputs[0] if self.inputs else None, self.call
         is_first = bool(call.args) and call.args[0] is INPUT  # and not given by its name
-        is_temporary = is_first and isinstance(first, tuple) and not call.needs_grad
-        # Its layout has to be the result's: what reads another layout may add up in another order.
-        if is_temporary and call.name in OVERWRITES and TensorSpec.of(tensors[0]) == call.spec:
-            return repeat(call, OVERWRITES[call.name], tensors)
-        return repeat(call, call.function, tensors)
+        if not is_first or not isinstance(first, tuple) or call.needs_grad:
+            return call.function
+        view, made = first[1], first[0].call.spec
+        is_all = view.offset == 0 and view.spec.nbytes == made.nbytes and view.spec.dtype == made.dtype
+        return OVERWRITES.get(call.name, call.function) if is_all and view.spec == call.spec else call.function
 
     def places(self) -> frozenset[str]:
         """Names of the places of its calls (Note: [calls of a plan] in noting.py); none where one is not known."""

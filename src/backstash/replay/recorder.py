@@ -27,11 +27,10 @@ from backstash.ops.layout import Rounding, images, zvc_chunks
 from backstash.policies.base import Policy, knows_room
 from backstash.redeem import accumulation, linear, table
 from backstash.remake import calls, fused, onepass, patterns
-from backstash.remake.calls import INPUT, Content, Held, Leaf
+from backstash.remake.calls import Content, Held, Leaf
 from backstash.remake.contents import Contents
 from backstash.remake.patterns import Pattern
 from backstash.remake.recipes import Recipe
-from backstash.remake.repeating import OVERWRITES
 from backstash.remake.tape import CallTape
 from backstash.replay.program import (
     AffinePass,
@@ -613,15 +612,11 @@ class _Writer:
             else:
                 given.append(GivenInput(InputSource.CALL, len(inner), each[1].spec, each[1].offset))
                 inner.append(self._tree(each[0]))
-        first = recipe.inputs[0] if recipe.inputs else None
-        is_first = bool(call.args) and call.args[0] is INPUT
-        is_temporary = is_first and isinstance(first, tuple) and first[1].spec == call.spec
-        function = OVERWRITES.get(call.name, call.function) if is_temporary else call.function
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
         one_pass = self._one_pass(recipe) if recipe.fused and affine is None else None
         is_all = not call.needs_grad and call.autocast is None and not repeatable.may_draw(call.function)
         places = made.pattern.places if is_all else None  # see repeating.repeat
-        made_by = number, function, _alone(call), places
+        made_by = number, recipe.function, _alone(call), places
         return CallTree(*made_by, tuple(given), tuple(inner), call.spec, call.name, affine, one_pass)
 
     def _one_pass(self, recipe: Recipe) -> OnePassTree | None:
