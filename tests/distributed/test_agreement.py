@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from backstash import Budgeted
 from backstash.bits import equal_bits
 from backstash.errors import BudgetError, PlanError
-from backstash.planning.run import course
+from backstash.planning.run import agreement, course
 
 ROWS = 8
 """So many times as many rows as in the other tests: the stash is more than gloo's buffers."""
@@ -114,6 +114,34 @@ def running_out(failing: int) -> tuple[str, str]:
     except RuntimeError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+class Lost:
+    """The store of a process group, of which every call of one name finds that the process that kept it has ended."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: object) -> str:
+            if name == self.name:
+                raise dist.DistNetworkError("Connection was likely closed")
+            return '{"done": false, "plan": null}'
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["set", "wait", "get", "delete_key"])
+def test_a_rank_goes_on_by_itself_when_the_store_has_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for of, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, of, lambda value=value: value)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(agreement, "default_group_store", lambda: Lost(name))
+    model, budget = network(), Budgeted("80%", min_nbytes=0, agree=True)
+    with pytest.warns(UserWarning, match="rank 1 of 2 .* has ended. This rank goes on under its own plan"):
+        train(model, budget, 3)
+    train(model, budget, 1)  # and says so once
+    budget.close()
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def launch(
     """
     require_script(script, is_module)
     session = Session(policy, min_nbytes=min_nbytes)
-    with patch_compile(policy) as patched:
+    with patch_compile(policy, min_nbytes=min_nbytes) as patched:
         launched = launch_under(session, script, args, is_module=is_module, failed=failed)
     return replace(launched, compiled=patched.report())
 

@@ -11,12 +11,17 @@ Note: [ranks that agree]
     on. Then all raise the same error. An allocation that fails does so in the middle of a step, where the others wait
     for this rank in a collective, which nobody can call off. So the error is left in the store before it is raised;
     when this rank's process ends, the collectives of the others fail, and they raise that error in place of theirs.
+
+    The process that keeps the store may end first, because the training is over. Then each of the others goes on under
+    its own plan.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -70,11 +75,18 @@ class Agreement:
         self._is_inside = False
         self.meetings = 0
         self.is_settled = self._count == 1
-        self._hook = None if self.is_settled else register_optimizer_step_post_hook(self._after_step)
+        self._meets = not self.is_settled
+        self._hook = register_optimizer_step_post_hook(self._after_step) if self._meets else None
 
     def close(self) -> None:
         """Meets no more."""
-        if self._hook is not None:
+        self._meets = False
+        if not self._is_inside:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Takes the hook away that is needed no more, between steps: an optimizer that is calling its hooks fails."""
+        if self._hook is not None and not self._meets:
             self._hook.remove()
             self._hook = None
 
@@ -84,14 +96,14 @@ class Agreement:
         Raises:
             BudgetError: the error itself, where they meet no more.
         """
-        if self._hook is None:
+        if not self._meets:
             raise BatchTooLargeError(error)
         self._refused = error
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
     def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
-        if self._hook is not None and not self._is_inside:  # an optimizer may hold another one
+        if self._meets and not self._is_inside:  # an optimizer may hold another one
             self._is_inside = True
             try:
                 self._meet()
@@ -113,7 +125,16 @@ class Agreement:
         if error is not None:
             smallest = error.plan.to_json() if isinstance(error.plan, Plan) else None
             mine = {"error": str(error), "nbytes": error.smallest_nbytes, "seconds": error.seconds, "plan": smallest}
-        said = self._exchange(mine)
+        try:
+            said = self._exchange(mine)
+        except torch.distributed.DistNetworkError:
+            self.close()
+            warnings.warn(
+                f"rank {self.rank} of {self._count} was asked to agree on a plan after a step, but the process that "
+                f"keeps the process group's store has ended. This rank goes on under its own plan.",
+                stacklevel=2,
+            )
+            return
         failed = [(rank, each) for rank, each in enumerate(said) if "error" in each]
         if failed:
             self.close()
@@ -139,6 +160,8 @@ class Agreement:
             key = f"{number}/{rank}"
             try:
                 self._store.wait([key], timedelta(seconds=SECONDS))
+            except torch.distributed.DistNetworkError:
+                raise
             except RuntimeError as error:
                 self.close()
                 raise PlanError(
@@ -157,7 +180,8 @@ class Agreement:
         """An allocation has failed in this rank's step: whoever waits for it finds out why."""
         kind = "gpu" if isinstance(error, torch.OutOfMemoryError) else "cpu"
         text = f"rank {self.rank} of {self._count}: {error}"
-        self._store.set("failed", json.dumps({"kind": kind, "text": text, "rank": self.rank}))
+        with suppress(torch.distributed.DistNetworkError):  # nobody waits any more
+            self._store.set("failed", json.dumps({"kind": kind, "text": text, "rank": self.rank}))
 
     def reason(self) -> BaseException | None:
         """Returns another rank's failure, which is why a collective of this one has failed; None for no such reason."""

@@ -458,6 +458,8 @@ class Budgeted(Following):
     def _begin(self, model: nn.Module | None, signature: Signature) -> None:
         """Chooses the Session for a forward pass with these inputs, of a model if it calls one."""
         self._is_new = False
+        if self.agreement is not None:
+            self.agreement.tidy()
         if not self.recording.is_inside:
             self._advance("safe")
         self._witness = (None if model is None else Witness.of(model)) or self._witness
