@@ -98,6 +98,31 @@ def test_passes_that_are_added_up_share_the_error() -> None:
     assert all(twice[key] == pytest.approx(once[key], rel=0.05) for key in once)
 
 
+@pytest.mark.parametrize("every", [3, 4, 5, 8])
+def test_a_collection_among_passes_that_are_added_up_waits_for_the_optimizer(every: int) -> None:
+    """Whichever of the passes collects: what becomes of a loss scale is seen at the step behind it."""
+
+    def bounds(loss_scale: float) -> dict[str, float]:
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        policy = comet(every=every, optimizer=optimizer, samples=0)
+        session = Session(policy, model=model, min_nbytes=0)
+        for number, (x, y) in enumerate(batches(48)):
+            with session:
+                loss = F.cross_entropy(model(x), y) * loss_scale / 4
+            loss.backward()
+            if number % 4 == 3:
+                multiply(1 / loss_scale)(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        return policy.bounds
+
+    plain, scaled = bounds(1.0), bounds(1024.0)
+    assert plain and plain.keys() == scaled.keys()
+    assert all(scaled[key] == pytest.approx(plain[key], rel=0.01) for key in plain)
+
+
 def test_the_hook_dies_with_the_policy() -> None:
     model = network()
     optimizer = sgd(model)

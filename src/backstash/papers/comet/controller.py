@@ -280,7 +280,7 @@ class Comet(Policy):
         # Names of several layers, as modules that are called one by one have: no bound is that of all, so none has one.
         self._shared: set[str] = set()
         self._sampled: frozenset[str] = frozenset()
-        self._step = 0
+        self._step = self._collected_in = 0  # passes; the latest one that has collected
         self._due = self._interval = every
         self._lag = 0  # steps by which what a collection finds is evaluated later than at the next step
         self._collecting = False
@@ -370,20 +370,23 @@ class Comet(Policy):
     def begin_step(self) -> None:
         """Evaluate what the last step collected, and decide whether this step collects.
 
+        Where gradients of several passes are added up, that waits for the optimizer's step behind them.
         What an accelerator has computed is evaluated a step later, by when the host has the numbers without a wait.
         That step is a part of the interval, so bounds begin in the same step on every device.
         """
+        self._momentum.begin_pass()
         collected, self._collected = self._collected, self._gather()
         if self._collected is not None and self._collected.is_on_cpu:
             collected, self._collected = self._collected, None
         if collected is not None:
             self._evaluate(collected)
         self._step += 1
-        self._collecting = self._step + self._lag >= self._due and self._collected is None
+        is_over = self._collected is None and not self._readings
+        self._collecting = self._step + self._lag >= self._due and is_over
         bounded = sorted(self.bounds, key=lambda key: self._known[key].sampled)
         self._sampled = frozenset(bounded[: self.samples] if self._collecting else ())
         if self._collecting:
-            self._traced, self._applied = {}, []
+            self._traced, self._applied, self._collected_in = {}, [], self._step
             self._momentum.watch(self._readings)
 
     def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
@@ -423,8 +426,14 @@ class Comet(Policy):
         return min(bounds) if bounds and len(bounds) == len(readers) else None
 
     def _gather(self) -> _Collected | None:
-        """Returns what the last step has collected; None if that is nothing, or if no backward has run."""
+        """Returns what the latest collecting step has found, once it is known what the optimizer got.
+
+        None if that is nothing, or if no backward has run.
+        """
         if not self._readings:
+            return None
+        has_run = any(reading.energy is not None for reading in self._readings.values())
+        if has_run and self._momentum.is_awaited:
             return None
         readings, self._readings = self._readings, {}
         self._revision = object()
@@ -451,7 +460,7 @@ class Comet(Policy):
         }
         is_on_cpu = scalars.is_on_cpu
         scalars.send()
-        return _Collected(self._step, scalars, is_on_cpu, found, values, self._applied)
+        return _Collected(self._collected_in, scalars, is_on_cpu, found, values, self._applied)
 
     def _numbers(self, reading: LayerReading) -> tuple[Tensor | float | None, ...]:
         """Returns the numbers of a Finding, wherever they are."""

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from backstash.papers.comet.collection import LayerReading
 from backstash.policies.base import no_torch_function
 
+MOST_PASSES = 256
+"""How many passes an optimizer's step is waited for before the first one was seen."""
+
 _NAMES = ("momentum_buffer", "exp_avg")
 """What the optimizers of torch call a momentum in their state: SGD, and Adam with its kind."""
 
@@ -38,6 +41,8 @@ class Momentum:
         self._optimizer = optimizer
         self._waiting: Mapping[str, LayerReading] = {}
         register = _registration(optimizer)
+        self._passes = self._awaited = 0  # since the optimizer's step; and since scales were asked for
+        self._most_awaited = 0 if register is None else MOST_PASSES
         if register is not None:
             this = weakref.ref(self)
 
@@ -48,9 +53,22 @@ class Momentum:
 
             weakref.finalize(self, register(before_step).remove)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether scales were asked for, and the optimizer's step has yet to tell them.
+
+        A step that was left out, as that of an overflow, is not waited for.
+        """
+        return bool(self._waiting) and self._awaited < self._most_awaited
+
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        self._passes += 1
+        self._awaited += 1
+
     def watch(self, readings: Mapping[str, LayerReading]) -> None:
         """Notes the scales of these readings at the optimizer's next step."""
-        self._waiting = readings
+        self._waiting, self._awaited = readings, 0
 
     def of(self, parameter: nn.Parameter) -> float | None:
         """Returns the mean magnitude of the parameter's momentum as the optimizer has it, or None without one."""
@@ -65,6 +83,7 @@ class Momentum:
 
     def _compare(self) -> None:
         readings, self._waiting = self._waiting, {}
+        self._most_awaited, self._passes = 2 * max(1, self._passes), 0
         with no_torch_function(), torch.no_grad():
             for reading in readings.values():
                 grad = reading.parameter.grad
