@@ -47,6 +47,22 @@ def test_a_difference_has_its_extent_and_its_gradients() -> None:
     assert "fix" not in "\n".join(found.lines())
 
 
+@pytest.mark.parametrize("layers", [1, 6, 20])
+def test_all_values_that_hooks_have_rounded_are_compared(layers: int) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(layers)]), torch.randn(8, 16)
+
+    def step() -> None:
+        rounding = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+        with rounding:
+            loss = model(x).sum()
+        loss.backward()
+
+    found = bs.verify(step, tolerance=0.05)
+    assert (found.verdict, [each.cause.kind for each in found.findings]) == ("rounded", ["rounded"])
+    assert bs.verify(step, tolerance=1e-5).verdict == "differs"
+
+
 def test_rounding_hooks_are_meant_within_the_tolerance() -> None:
     (make,) = [make for make in FAULTS if make.__name__ == "offloader_that_keeps_half_the_bits"]
     torch.manual_seed(0)

@@ -24,8 +24,8 @@ from backstash.verifying.watch import WatchedRun
 
 IN_PLACE = "modified by an inplace operation"
 
-MOST_KEPT = 8
-"""Of how many differing values the elements are compared."""
+MOST_TRACED = 8
+"""Of how many differing values the regions are looked into."""
 
 
 def verify(
@@ -111,12 +111,14 @@ def _is_distributed() -> bool:
 
 
 def looked_at(watched: RunLog) -> tuple[list[int], list[int]]:
-    """Numbers of the values that are kept, and of the regions whose operations are written down, in a closer look."""
-    first = watched.differences[:MOST_KEPT]
-    regions = {each.region for each in first if each.region is not None}
+    """Numbers of the values that are kept, and of the regions whose operations are written down, in a closer look.
+
+    The run without savers has held more: all values, and not only those that differ.
+    """
+    regions = {each.region for each in watched.differences[:MOST_TRACED] if each.region is not None}
     if watched.error is not None:  # a checkpoint has noticed something by itself, in any of them
         regions |= {each.number for each in watched.regions if each.runs_again}
-    return [each.number for each in first], sorted(regions)
+    return [each.number for each in watched.differences], sorted(regions)
 
 
 def rounds_otherwise(watched: RunLog, reference: RunLog) -> bool:
