@@ -638,3 +638,34 @@ def test_what_is_refused() -> None:
         chunked_loss(model, chunk_nbytes=0)
     with chunked_loss(model), pytest.raises(RewriteError, match="a forward of its own"):
         chunked_loss(model)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("where", ["head", "model", "everywhere", "elsewhere"])
+def test_backward_hooks_see_whole_logits(where: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+    words, seen = torch.arange(12), list[Any]()
+    if where == "everywhere":
+        register = getattr(nn.modules.module, kind.replace("register_", "register_module_"))
+    else:
+        register = getattr({"head": model[1], "model": model, "elsewhere": nn.Linear(8, 20)}[where], kind)
+    handle = register(lambda module, *gradients: seen.append(type(module)))
+    try:
+        F.cross_entropy(model(words), words).backward()
+        expected = [parameter.grad for parameter in model.parameters()]
+        called = list(seen)
+        model.zero_grad()
+        with chunked_loss(model, "1") as rewrite:
+            F.cross_entropy(model(words), words).backward()
+    finally:
+        handle.remove()
+    assert seen == called * 2
+    if where == "elsewhere":
+        assert rewrite.losses == 1
+    else:
+        assert rewrite.losses == 0 and rewrite.whole == ("a backward hook of a module",)
+        assert all(
+            torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected, strict=True)
+        )

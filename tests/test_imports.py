@@ -117,7 +117,16 @@ ALLOWED: dict[str, set[str]] = {
         "capture",
         "gradient_error",
     },
-    "rewrites": {"accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "session"},
+    "rewrites": {
+        "accelerator",
+        "bits",
+        "errors",
+        "torch_internals",
+        "saved",
+        "arguments",
+        "capture.modules",
+        "session",
+    },
     "verifying": {
         "accelerator",
         "arguments",

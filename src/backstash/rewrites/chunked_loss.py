@@ -11,6 +11,7 @@ logits on the way to its loss is in deferred.py.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash.arguments import check_count, check_model, check_step
+from backstash.capture import modules
 from backstash.errors import RewriteError
 from backstash.rewrites.deferred import Deferred, HeadCall, Tally
 from backstash.rewrites.differences import largest_distance, rounding_limit
@@ -100,7 +102,19 @@ class _HeadForward:
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in read)
         if not (trains or self.evaluation):
             return F.linear(hidden, weight, bias)
+        if _has_backward_hooks():
+            self.tally.whole.setdefault("a backward hook of a module")
+            return F.linear(hidden, weight, bias)
         return Deferred(hidden, HeadCall.begin(hidden, weight, bias, self.chunk_nbytes, self.tally))
+
+
+def _has_backward_hooks() -> bool:
+    """Whether a module in whose call the head runs has some: torch puts a node of its own behind what that returns."""
+    everywhere = nn.modules.module
+    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+        return True
+    running = modules.calls_in_progress(threading.get_ident())
+    return any(module._backward_hooks or module._backward_pre_hooks for module, _ in running)
 
 
 break_graphs_at(_HeadForward.__call__, "a head whose logits come in chunks is called between compiled graphs")
