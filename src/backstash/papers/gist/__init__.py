@@ -23,7 +23,7 @@ for _format, _bits in (("fp16", 16), ("fp10", 10), ("fp8", 8)):
         f"gist_{_format}",
         partial(Gist, _format),
         gradients=f"off by the rounding to {_bits} bits",
-        does=f"as gist_lossless, and every stored number has {_bits} bits",
+        does=f"as gist_lossless, and stored numbers have {_bits} bits, but for divisors and what is compared",
         use_when="the gradients may change a little, and more than lossless has to be saved",
         is_candidate=True,
     )
