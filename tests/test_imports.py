@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "proofs": {"accelerator", "graphs", "numerics", "version"},
     "ops": {"errors", "facade", "torch_internals"},
     "interpreter": {"saved", "torch_internals", "ops"},
-    "codecs": {"bits", "errors", "facade", "saved", "numerics", "proofs", "ops"},
+    "codecs": {"arguments", "bits", "errors", "facade", "saved", "numerics", "proofs", "ops"},
     "formulas": {"saved", "torch_internals", "codecs.direct"},
     "stores": {"arguments", "errors", "facade", "graphs", "torch_internals", "codecs.base"},
     "policies": {"arguments", "errors", "facade", "torch_internals", "saved", "numerics", "formulas", "codecs"},

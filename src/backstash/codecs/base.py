@@ -52,6 +52,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from backstash.arguments import check_number
 from backstash.codecs.direct import Direct
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import Mask, Need, SavedTensor, TensorSpec, Test
@@ -347,6 +348,20 @@ def check_planes(encoded: Encoded, sizes: Mapping[str, int]) -> None:
                 f"codec {encoded.codec!r} was asked to decode {encoded.spec}, whose plane {name!r} has {size} "
                 f"elements, got {got}. The stash was overwritten or cut short; compute the step again."
             )
+
+
+def check_saving(codec: object, share: object) -> None:
+    """Raises an error for a ``min_saving`` that is no share of a value's bytes.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of range.
+    """
+    name = type(codec).__name__
+    check_number(share, "min_saving", name, 0.05)
+    assert isinstance(share, (int, float))
+    if not 0.0 <= share < 1.0:
+        raise ValueError(f"{name} asked for min_saving={share}, but it is a share: 0 <= min_saving < 1.")
 
 
 def require_accepted(codec: Codec, x: Tensor) -> TensorSpec:

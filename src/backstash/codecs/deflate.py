@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, Encoded, flat, like, refuses_layout, require_accepted
+from backstash.codecs.base import EXACT, Encoded, check_saving, flat, like, refuses_layout, require_accepted
 from backstash.codecs.sample import sample
 from backstash.errors import DamagedPlanesError
 from backstash.saved import Need, TensorSpec
@@ -38,10 +38,10 @@ class _Chunked(ABC):
     bound: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(
-                f"{type(self).__name__} asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1."
-            )
+        check_saving(self, self.min_saving)
+        if not isinstance(self.level, int) or isinstance(self.level, bool):
+            name = type(self).__name__
+            raise TypeError(f"{name} was asked for level={self.level!r:.80}, but that is a whole number. Pass an int.")
 
     @abstractmethod
     def _compress(self, data: memoryview) -> bytes:

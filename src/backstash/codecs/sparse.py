@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, FLOATS, ErrorBound, asks_for_sign, flat, refuses_layout
+from backstash.codecs.base import EXACT, FLOATS, ErrorBound, asks_for_sign, check_saving, flat, refuses_layout
 from backstash.codecs.minifloat.codec import Minifloat
 from backstash.codecs.sample import look
 from backstash.saved import Mask, Need, TensorSpec, Test
@@ -34,12 +34,11 @@ class Sparse:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(f"{name} asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
-        if self.values is not None and self.values.group_size:
+        check_saving(self, self.min_saving)
+        if self.values is not None and getattr(self.values, "group_size", True):
             raise ValueError(
                 f"{name} was asked for values={self.values!r}, but what it stores has no groups of neighbours. Use "
-                f"Minifloat({self.values.format!r}, group_size=0)."
+                f"Minifloat({getattr(self.values, 'format', 'fp16')!r}, group_size=0)."
             )
 
     @property

@@ -78,7 +78,7 @@ class BlockQuant:
                     f"BlockQuant was asked for {name}={getattr(self, name)!r}, but the choices are "
                     f"{', '.join(map(repr, allowed))}. Choose one of these."
                 )
-        if not 0 <= self.seed < 2**32:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"BlockQuant was asked for seed={self.seed}, but a seed is at least 0 and below 2**32.")
 
     @property

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from backstash.arguments import check_word
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.codecs.dct.reference import dct_blocks
 from backstash.errors import CodecRefusedError
@@ -68,6 +69,7 @@ class Dct:
     bound: ClassVar[ErrorBound | None] = ErrorBound(abs=math.inf)
 
     def __post_init__(self) -> None:
+        check_word(self.table, "table", "Dct", "optL")
         if self.table not in TABLES:
             raise ValueError(f"Dct was asked for table={self.table!r}, but there are {', '.join(map(repr, TABLES))}.")
         if self.shift not in range(MAX_SHIFT + 1):

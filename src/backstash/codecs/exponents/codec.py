@@ -16,6 +16,7 @@ from backstash.codecs.base import (
     ErrorBound,
     Judged,
     check_planes,
+    check_saving,
     flat,
     like,
     no_room,
@@ -88,10 +89,7 @@ class Exponents:
     def __post_init__(self) -> None:
         if self.bits not in (3, 4):
             raise ValueError(f"Exponents asked for bits={self.bits!r}, but a code has 3 or 4.")
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(
-                f"Exponents asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1."
-            )
+        check_saving(self, self.min_saving)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense tensors of float32 and bfloat16."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from backstash.arguments import check_word
 from backstash.codecs.base import (
     Draft,
     Encoded,
@@ -134,6 +135,7 @@ class FewBit:
     bound: ClassVar[ErrorBound | None] = ErrorBound(abs=math.inf)
 
     def __post_init__(self) -> None:
+        check_word(self.function, "function", "FewBit", "gelu")
         if self.function not in ACTIVATIONS:
             raise ValueError(
                 f"FewBit was asked for the function {self.function!r}, but there are tables for "

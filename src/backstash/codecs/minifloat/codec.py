@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from backstash.arguments import check_word
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
 from backstash.codecs.minifloat.formats import FORMATS, LEAST_SCALE, SCALED, Format
 from backstash.ops import groups
@@ -75,6 +76,7 @@ class Minifloat:
     preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
 
     def __post_init__(self) -> None:
+        check_word(self.format, "format", "Minifloat", "fp16")
         if self.format not in FORMATS:
             raise ValueError(f"Minifloat was asked for format {self.format!r}, but there are {', '.join(FORMATS)}.")
         size = self.group_size

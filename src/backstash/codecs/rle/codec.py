@@ -7,7 +7,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, FLOATS, Encoded, check_planes, flat, like, refuses_layout, require_accepted
+from backstash.codecs.base import (
+    EXACT,
+    FLOATS,
+    Encoded,
+    check_planes,
+    check_saving,
+    flat,
+    like,
+    refuses_layout,
+    require_accepted,
+)
 from backstash.codecs.sample import sample
 from backstash.ops import bits_of, zvc_chunks
 from backstash.ops.registration import ops
@@ -51,8 +61,7 @@ class Rle:
     bound: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(f"Rle asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
+        check_saving(self, self.min_saving)
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits."""

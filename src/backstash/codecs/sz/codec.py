@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backstash.arguments import check_number
 from backstash.codecs.base import (
     Draft,
     Encoded,
     ErrorBound,
     Judged,
+    check_saving,
     flat,
     like,
     no_room,
@@ -143,6 +145,7 @@ class Sz:
     preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
 
     def __post_init__(self) -> None:
+        check_number(self.error, "error", "Sz", 1e-3)
         if not 0.0 < self.error < math.inf:
             raise ValueError(
                 f"Sz was asked for error={self.error}, but that is how far a decoded element may be from the original: "
@@ -150,8 +153,7 @@ class Sz:
             )
         if self.mode not in ("abs", "rel"):
             raise ValueError(f"Sz was asked for mode={self.mode!r}, but there are 'abs' and 'rel'.")
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(f"Sz asked for min_saving={self.min_saving}, but it is a share: 0 <= min_saving < 1.")
+        check_saving(self, self.min_saving)
 
     @property
     def label(self) -> str:

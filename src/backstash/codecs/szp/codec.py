@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from backstash.arguments import check_number
 from backstash.codecs.base import (
     Draft,
     Encoded,
@@ -83,6 +84,7 @@ class Szp:
     preserves: ClassVar[frozenset[Need]] = frozenset({Need.SHAPE, Need.VALUE})
 
     def __post_init__(self) -> None:
+        check_number(self.error, "error", "Szp", 1e-3)
         if not 0.0 < self.error < math.inf:
             raise ValueError(
                 f"Szp was asked for error={self.error}, but a bound is a finite number above zero. Use an exact codec "
