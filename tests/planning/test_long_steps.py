@@ -58,10 +58,10 @@ def test_a_long_step_under_a_plan_is_timed_as_training_settles_down_to_it(monkey
     assert found.clock is not None and found.rehearse is not None
     plan = Planner(replace(found)).plan("90%")  # a copy has no ways to run the step
     settled = settled_sessions(monkeypatch)
-    times[:] = [9.0, 9.0, 1.08, 9.0, 0.9, 77.0]  # rehearsed, and then timed; and two plain steps
+    times[:] = [9.0, 9.0, 9.0, 1.08, 9.0, 0.9, 77.0]  # rehearsed; then two steps under the plan, and two plain ones
     found.rehearse(plan)  # type: ignore[call-arg]  # no method
     assert found.clock(plan) == pytest.approx(1.08 / 0.9) and times == [77.0]
-    times[:] = [9.0, 0.99, 77.0]  # plain steps were timed before, and the latest step was another one
+    times[:] = [9.0, 0.99, 77.0]  # plain steps were timed before
     assert found.clock(plan) == pytest.approx(1.1) and times == [77.0]
     times[:] = [9.0, 9.0, 1.35, 77.0]  # a plan that was not rehearsed: a first step, and then two
     assert found.clock(Planner(replace(found)).plan("80%")) == pytest.approx(1.5) and times == [77.0]

@@ -142,25 +142,21 @@ def profile(
 
     plain_times: list[float] = []  # of a long step, once it is asked for
     rehearsed: dict[object, Session] = {}
-    latest: Session | None = None  # under which the latest step ran
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
-        nonlocal latest
         session = Session(policy, model=model, min_nbytes=min_nbytes)
         with _undone(step, models, link is not None) as runs:
             runs.once(session)  # proves what it has to
-            session.settle_soon()
+            session.settle_soon()  # to be timed as training settles down to it (replay/)
             events = _recorded(runs, session, Births())
         if len(rehearsed) >= MOST_REHEARSED:
             del rehearsed[next(iter(rehearsed))]
-        rehearsed[_what_is_done(policy)] = latest = session
+        rehearsed[_what_is_done(policy)] = session
         return tuple(position.most_nbytes for position in Timeline(events, device).positions)
 
     def clock(policy: Policy) -> float:
-        nonlocal latest
         known = rehearsed.get(_what_is_done(policy))
         session = known or Session(policy, model=model, min_nbytes=min_nbytes)
-        before, latest = latest, None
         with _undone(step, models, link is not None) as runs:
             if seconds < LONG:
                 plain, own = _in_turns(step, runs.restore, session)
@@ -168,13 +164,10 @@ def profile(
             if known is None:
                 runs.once(session)
                 session.settle_soon()
-            if session is not before:  # the heap is not as a step of its kind leaves it
-                runs.once(session)
-            runs.once(session)  # as training settles down to it (replay/)
-            settled = runs.seconds
+            own = runs.second(session)  # behind steps of its kind, as every plan that was just tried
             if not plain_times:
                 plain_times.append(runs.second())
-            return settled / plain_times[0]
+            return own / plain_times[0]
 
     def off_by(policy: Policy) -> float | None:
         with _undone(step, models, link is not None) as runs:
@@ -266,10 +259,10 @@ class _Runs:
             self._is_first = False
             _require_undoable(self._state)
 
-    def second(self) -> float:
-        """Returns the time of the second of two plain steps, which finds the heap as a step of its kind has left it."""
-        self.once()
-        self.once()
+    def second(self, session: Session | None = None) -> float:
+        """Returns the time of the second of two steps, which finds the heap as a step of its kind has left it."""
+        self.once(session)
+        self.once(session)
         return self.seconds
 
 

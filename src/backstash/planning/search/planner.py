@@ -360,7 +360,7 @@ class Planner:
             if self._reached(trial) <= budget and trial.seconds - other.seconds < WORTH * self.profile.seconds:
                 break
             trial = other
-        fastest = self._fastest_seen(budget)  # now, as it is timed in fewer steps right after it was tried
+        fastest = self._fastest_seen(budget)
         if fastest is not None and self._timings.adds(fastest) <= WORTH:
             return fastest
         if self._usual is not None and self._usual.peak_nbytes <= budget:
