@@ -65,4 +65,4 @@ def test_a_long_step_under_a_plan_is_timed_as_training_settles_down_to_it(monkey
     assert found.clock(plan) == pytest.approx(1.1) and times == [77.0]
     times[:] = [9.0, 9.0, 1.35, 77.0]  # a plan that was not rehearsed: a first step, and then two
     assert found.clock(Planner(replace(found)).plan("80%")) == pytest.approx(1.5) and times == [77.0]
-    assert len(settled) == 2 and settled[0] is not settled[1]
+    assert len(settled) == 3 and settled[0] is settled[1] is not settled[2]

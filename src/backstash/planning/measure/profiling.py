@@ -114,8 +114,8 @@ def profile(
         survey = Survey(tries)
         keep = KeepForSurvey()
         kept = Session(keep, model=model, min_nbytes=min_nbytes)
-        runs.once(kept)  # makes gradients, and proves what it has to
         note_progress("recording a plain step")
+        runs.once(kept)  # makes gradients, and proves what it has to
         plain_nbytes = _plain_peak(runs, device)
         seconds = runs.seconds
         events = _recorded(runs, kept, survey)
@@ -147,7 +147,6 @@ def profile(
         session = Session(policy, model=model, min_nbytes=min_nbytes)
         with _undone(step, models, link is not None) as runs:
             runs.once(session)  # proves what it has to
-            session.settle_soon()  # to be timed as training settles down to it (replay/)
             events = _recorded(runs, session, Births())
         if len(rehearsed) >= MOST_REHEARSED:
             del rehearsed[next(iter(rehearsed))]
@@ -163,8 +162,7 @@ def profile(
                 return own / plain
             if known is None:
                 runs.once(session)
-                session.settle_soon()
-            own = runs.second(session)  # behind steps of its kind, as every plan that was just tried
+            own = runs.settled(session)  # behind steps of its kind, as every plan that was just tried
             if not plain_times:
                 plain_times.append(runs.second())
             return own / plain_times[0]
@@ -264,6 +262,11 @@ class _Runs:
         self.once(session)
         self.once(session)
         return self.seconds
+
+    def settled(self, session: Session) -> float:
+        """Returns the time of a step as training settles down to it (replay/), under a Session that has run before."""
+        session.settle_soon()
+        return self.second(session)
 
 
 @contextmanager

@@ -54,12 +54,11 @@ NEAR = 0.05
 MOST_TENSORS = 64
 """How many tensors of a step's inputs are looked at."""
 
-Signature = tuple[tuple[tuple[int, ...], str], ...]
-"""Shape and dtype of each tensor among a step's inputs."""
-
-
 AUTOCAST = "autocast"
 """What stands in a signature, with the dtype, where autocast is on."""
+
+Signature = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each tensor among a step's inputs."""
 
 
 def signature_of(inputs: Any) -> Signature:

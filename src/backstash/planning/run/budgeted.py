@@ -179,9 +179,7 @@ class Budgeted(Following):
         super().__init__(self.session_with(self.keeping(1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
-        self._is_hearing = False  # of modules
-        self._has_heard = False  # of any module with tensors
-        self._is_unheard = False  # the program calls none, or inside of what is compiled
+        self._calls_modules: bool | None = None  # outside of what is compiled; None where that is not known yet
         self._entry: leaving.Entrance | None = None
         self._chain: list[nn.Module] = []
         self._thread = self._retried = self._nbytes = 0
@@ -209,11 +207,11 @@ class Budgeted(Following):
             )
         self._entry = entry = leaving.Entrance(self)
         try:
-            self._hear_modules()
+            modules.hear_calls(self._before_module)
             self._thread = threading.get_ident()
             self._is_new = self._is_inside = True
             self._listen()
-            if self._is_unheard:
+            if self._calls_modules is False:
                 self._begin(None, ())
             self._enter(self._session)
         except BaseException as error:
@@ -226,27 +224,20 @@ class Budgeted(Following):
     def end_backward(self) -> None:
         """A backward pass has ended."""
         super().end_backward()
-        if self._is_own and self._is_new and not self._has_heard:
-            self._is_unheard = True
+        if self._is_own and self._is_new and self._calls_modules is None:
+            self._calls_modules = False
         self._hear_again()
 
     def _hear_again(self) -> None:
         """A forward pass begins with the next module, or now where none is heard of."""
         if not self._is_new or not self._is_inside:
             return
-        if self._is_unheard:
+        if self._calls_modules is False:
+            self._chain.clear()
             self._begin(None, ())
             self._exchange([])
-        elif not self._is_hearing:
-            self._hear_modules()
-
-    def _hear_modules(self) -> None:
-        modules.hear_calls(self._before_module)
-        self._is_hearing = True
-
-    def _ignore_modules(self) -> None:
-        modules.ignore_calls(self._before_module)
-        self._is_hearing = False
+        else:
+            modules.hear_calls(self._before_module)
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -262,10 +253,10 @@ class Budgeted(Following):
         entry = self._entry
         if entry is None:
             return
-        self._ignore_modules()
+        modules.ignore_calls(self._before_module)
         self._chain.clear()
         self._is_inside = False
-        if error is not None or self._has_heard or self._is_unheard:  # else the next backward pass tells
+        if error is not None or self._calls_modules is not None:  # else the next backward pass tells
             self._unlisten()
         if error is not None and is_out_of_memory(error):
             advise(error, str(self.budget), "")
@@ -420,19 +411,19 @@ class Budgeted(Following):
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         """Note: [between steps]."""
-        is_asked = (self._is_new or self._is_unheard) and self._thread == threading.get_ident()
+        is_asked = (self._is_new or self._calls_modules is False) and self._thread == threading.get_ident()
         if not is_asked or not torch.is_grad_enabled() or in_backward():
             return
         signature = signature_of(args)
         if not signature and len(self._chain) < 8:
             self._chain.append(module)
             return
-        self._has_heard, self._is_unheard = True, False
+        self._calls_modules = True
         chain, self._chain = self._chain, []
         self._begin(chain[0] if chain else module, signature)
         self._exchange(chain)
         if not may_compile() or (self._open and isinstance(self._open[0], Unhooked)):
-            self._ignore_modules()  # until the next pass, because to hear of each takes time
+            modules.ignore_calls(self._before_module)  # until the next pass, because to hear of each takes time
 
     def _exchange(self, chain: list[nn.Module]) -> None:
         """Opens the Session that was chosen, in the place of the open one if that can be taken away.
