@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "stores",
         "policies.base",
     },
-    "redeem": {"graphs", "torch_internals", "saved", "proofs", "formulas", "ops", "codecs", "stash"},
+    "redeem": {"graphs", "torch_internals", "saved", "proofs", "formulas", "ops", "interpreter", "codecs", "stash"},
     "capture": {
         "errors",
         "torch_internals",

@@ -1,6 +1,7 @@
 // The module of Python: what goes as an earlier forward pass went.
 #include "replayer.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -510,6 +511,18 @@ PyObject* is_odd_tensor(PyObject*, PyObject* x) {
     END_HANDLE_TH_ERRORS
 }
 
+// See exclusive.owns_memory. Python's object of a storage would stay with it, and count as one who holds it.
+PyObject* owns_memory(PyObject*, PyObject* object) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(THPVariable_Check(object), "owns_memory takes a tensor");
+    const at::Tensor& x = THPVariable_Unpack(object);
+    const c10::Storage& storage = x.storage();
+    const bool is_whole = storage.nbytes() == x.nbytes() && storage.resizable();
+    if (!x.is_cpu()) return PyBool_FromLong(is_whole && !x.is_cuda());
+    return PyBool_FromLong(is_whole && storage.data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter());
+    END_HANDLE_TH_ERRORS
+}
+
 #define BACKSTASH_FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function))
 
 PyMethodDef functions[] = {
@@ -531,6 +544,7 @@ PyMethodDef functions[] = {
     {"read", BACKSTASH_FAST(read_one), METH_FASTCALL, "Reads what was held: see held.Reading."},
     {"is_traced", is_traced_now, METH_NOARGS, "See torch_internals.is_traced."},
     {"is_odd", is_odd_tensor, METH_O, "See saved.is_odd."},
+    {"owns_memory", owns_memory, METH_O, "See exclusive.owns_memory."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import FrameType, FunctionType, SimpleNamespace
-from typing import Any, TypeVar
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, SimpleNamespace
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -47,6 +47,9 @@ def find(path: str) -> Any:
 
 storage_use_count: Callable[[int], int] = find("_C._storage_Use_Count")
 """How many references there are to the storage with that ``_cdata``; its Python object counts as one."""
+
+storage_of: Callable[[torch.Tensor], int] = find("_C._storage_address")
+"""The ``_cdata`` of a tensor's storage, for which no Python object of the storage is made."""
 
 running_node: Callable[[], Any] = find("_C._current_autograd_node")
 """The autograd node that runs on this thread; None outside the backward pass."""
@@ -291,13 +294,47 @@ tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find("utils._pytree.tree_
 tree_unflatten: Callable[[Any, Any], Any] = find("utils._pytree.tree_unflatten")
 """``tree_unflatten(leaves, structure)``: what has these leaves."""
 
+has_kernel: Callable[[str], bool] = find("_C._dispatch_has_kernel")
+"""Whether the dispatcher knows an operator of that name."""
+
+has_kernel_for_key: Callable[[str, str], bool] = find("_C._dispatch_has_kernel_for_dispatch_key")
+"""Whether an operator has a kernel of its own for a dispatch key."""
+
 operator: Any = find("_ops.OpOverload")
 """The class of an operator such as ``torch.ops.aten.add.Tensor``."""
 
 operator_packet: Any = find("_ops.OpOverloadPacket")
 """The class of all overloads of an operator, such as ``torch.ops.aten.add``."""
 
-find("nn.Module._call_impl")
+
+def overloads_of(function: Any) -> list[Any]:
+    """The operators that a torch function in C, an operator or a packet of overloads may call; empty for others."""
+    if isinstance(function, operator):
+        return [function]
+    is_in_c = isinstance(function, (BuiltinFunctionType, MethodDescriptorType))
+    packet = getattr(torch.ops.aten, function.__name__, None) if is_in_c else function
+    if not isinstance(packet, operator_packet):
+        return []
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return [each for each in overloads if not is_in_c or has_kernel(each.name())]  # others are TorchScript's, of lists
+
+
+def writes_unseen(overload: Any) -> bool:
+    """Whether an operator changes tensors among its arguments that have no new version afterwards.
+
+    An operator in place has a kernel that gives a new version, or calls operators that have one. Others have none for
+    what they change beside their ``out``: the running statistics of a norm, for example.
+    """
+    written = [each for each in overload._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    name = overload._schema.name.partition("::")[2]
+    if all(each.is_out for each in written) or name.startswith(("_foreach_", "detach_")):
+        return False  # of the last two, autograd itself gives the versions
+    keys = ("ADInplaceOrView", "CompositeImplicitAutograd") if name.endswith("_") else ()
+    return not any(has_kernel_for_key(overload.name(), key) for key in keys)
+
+
+CODE_OF_CALL: CodeType = find("nn.Module._call_impl").__code__
+"""Of the function that calls a module's hooks and its forward."""
 MODULE_CALL = "_call_impl"
 """The method that runs a module's hooks and its ``forward``. ``module(...)`` looks it up on the instance."""
 
@@ -468,6 +505,28 @@ def may_compile() -> bool:
     running = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(running, "cached_backends", {})
     return has_compiled() or any(backend is not None for backend in backends.values())
+
+
+def is_inside_compiled() -> bool:
+    """Whether a function that Dynamo has compiled runs on this thread, which perhaps was compiled in parts.
+
+    Dynamo puts modes and hooks back there as they were.
+    """
+    file = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
+    frame = sys._getframe() if file is not None else None
+    while frame is not None and not (frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename == file):
+        frame = cast("Any", frame.f_back)
+    return frame is not None
+
+
+def keywords_of_call(module: torch.nn.Module) -> Mapping[str, Any]:
+    """The keyword arguments of a module's call that has begun, for a global hook, which is given the others only."""
+    frame = sys._getframe()
+    while (frame := cast("Any", frame.f_back)) is not None:
+        if frame.f_code is CODE_OF_CALL and frame.f_locals["self"] is module:
+            keywords: Mapping[str, Any] = frame.f_locals["kwargs"]
+            return keywords
+    return {}
 
 
 def ignore_global_hooks_of_compiled_modules() -> None:

@@ -44,12 +44,16 @@ def products_round(by: Callable[[Tensor], Tensor], least: int = 0) -> Iterator[N
     def mm(a: Tensor, b: Tensor) -> Tensor:
         if numerics.rounds_products() and a.dtype == torch.float32 and a.numel() * b.shape[1] >= least:
             a, b = by(a), by(b)
-        return torch.baddbmm(a.new_zeros(1, 1, 1), a.unsqueeze(0), b.unsqueeze(0), beta=0).squeeze(0)
+        return multiplied(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
     def bmm(a: Tensor, b: Tensor) -> Tensor:
         if numerics.rounds_products() and a.dtype == torch.float32 and a.numel() * b.shape[2] >= least:
             a, b = by(a), by(b)
-        return torch.baddbmm(a.new_zeros(1, 1, 1), a, b, beta=0)
+        return multiplied(a, b)
+
+    def multiplied(a: Tensor, b: Tensor) -> Tensor:  # in float64, which no processor rounds to bfloat16
+        zero = torch.zeros(1, 1, 1, dtype=torch.float64)
+        return torch.baddbmm(zero, a.double(), b.double(), beta=0).to(a.dtype)
 
     library = torch.library.Library("aten", "IMPL")
     proofs.forget()

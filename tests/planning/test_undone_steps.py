@@ -625,3 +625,44 @@ def test_steps_between_two_undone_ones_find_what_the_first_has_made() -> None:
     assert sizes[0] == 0 and set(sizes[1:]) == {len(list(model.parameters()))}
     assert not optimizer.state and copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.01
     assert all(equal_bits(a, b) for a, b in zip(model.parameters(), network().parameters(), strict=True))
+
+
+class Sized(nn.Module):
+    """Gives what it remembers a size in the first step, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.way = nn.Linear(16, 8), way
+        self.register_buffer("peak", torch.tensor([]))
+        self.shift, self.aside = nn.Parameter(torch.zeros(0)), [torch.zeros(0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu()
+        most = y.detach().amax(0)
+        for given in {"buffer": [self.peak], "list": self.aside}.get(self.way, []):
+            if not given.numel():
+                given.resize_(most.shape).copy_(most)
+        if self.way == "parameter" and not self.shift.numel():
+            self.shift.data = most
+        if self.way == "another" and not self.peak.numel():
+            self.peak = most
+        return (y.square().mean() + self.peak.sum() + self.shift.sum() + self.aside[0].sum()).square()
+
+
+@pytest.mark.parametrize("way", ["buffer", "list", "parameter", "another"])
+def test_a_tensor_that_the_first_step_gives_its_size_has_none_again(way: str) -> None:
+    def train(model: Sized) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(torch.randn(32, 16, generator=torch.Generator().manual_seed(1)))
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    model, x = Sized(way), torch.randn(32, 16)
+    before = model.peak
+    bs.profile(lambda: model(x).backward(), model, min_nbytes=0)
+    assert model.peak is before and not model.peak.numel() + model.shift.numel() + model.aside[0].numel()
+    assert all(map(equal_bits, train(model), train(Sized(way))))

@@ -144,3 +144,60 @@ def test_dropout_of_compiled_code_draws_what_it_draws_in_plain_pytorch(monkeypat
     plain, _ = train_compiled(whole, "inductor", [nullcontext()], fresh_process(monkeypatch))
     ours, _ = train_compiled(whole, "inductor", [budget()], fresh_process(monkeypatch))
     assert all(map(equal_bits, ours, plain))
+
+
+class Named(nn.Module):
+    """A model that is called by keyword, as trainers do, in one part or in two."""
+
+    def __init__(self, is_broken: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.is_broken = nn.Linear(64, 256), nn.Linear(256, 8), is_broken
+
+    def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
+        h = self.first(x).relu()
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return self.second(h).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("compiles", ["nothing", "the module", "a function"])
+def test_a_compiled_module_that_is_called_by_keyword(compiles: str, is_broken: bool, by_keyword: bool) -> None:
+    """Sessions are exchanged before it is called: Dynamo puts the modes back that were there when a part began."""
+
+    def train(session: Any) -> tuple[list[float], list[Tensor], int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model: Any = Named(is_broken)
+        called: Any = {"nothing": model, "the module": torch.compile(model, backend="aot_eager")}.get(
+            compiles, torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager")
+        )
+        torch.manual_seed(6)
+        losses = []
+        with nullcontext() if session is None else session:
+            for _ in range(24):
+                x = torch.randn(128, 64)
+                loss = called(x=x) if by_keyword else called(x)
+                loss.backward()
+                losses.append(loss.item())
+                assert session is None or len(torch.overrides._get_current_function_mode_stack()) <= 1
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return losses, gradients, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    plain = train(None)
+    ours = train(Budgeted("150%", min_nbytes=0))
+    assert ours[0] == plain[0] and all(map(equal_bits, ours[1], plain[1]))
+    assert ours[2] <= 2 * max(plain[2], 1)
+
+
+def test_no_step_that_is_timed_alone_is_said_to_save_nothing() -> None:
+    program, session, notes = Functional(), Budgeted("70%", min_nbytes=0), set()
+    for _ in range(STEPS):
+        with session:
+            loss = program.loss(torch.randn(256, 64))
+        loss.backward()
+        notes |= set(session.report().notes)
+    assert notes and not any("nothing was saved" in note for note in notes), notes

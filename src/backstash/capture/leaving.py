@@ -117,7 +117,7 @@ class Entrance:
         if not self.is_inside_torch:
             return True
         self.is_over = True
-        _at_end_of_torch(partial(self.leave, None))
+        at_end_of_torch(partial(self.leave, None))
         return False
 
     def leave(self, error: BaseException | None) -> None:
@@ -206,16 +206,22 @@ class _AtEnd:
         self._function()
 
 
-def _at_end_of_torch(function: Callable[[], None]) -> None:
-    """Has a function called when torch's outermost function returns to the program (Note: [leaving in backward])."""
+def at_end_of_torch(function: Callable[[], None]) -> bool:
+    """Has a function called when torch's outermost function returns to the program (Note: [leaving in backward]).
+
+    Returns:
+        Whether a function of torch runs, so that it will be called.
+    """
     codes = functions_that_restore()
     outermost, frame = None, sys._getframe()
     while frame is not None:
         if frame.f_code in codes:
             outermost = frame
         frame = cast("Any", frame.f_back)
-    if outermost is not None:
-        outermost.f_locals["kwargs"]["backstash"] = _AtEnd(function)
+    if outermost is None:
+        return False
+    outermost.f_locals["kwargs"]["backstash"] = _AtEnd(function)
+    return True
 
 
 for _function in (Leave.__call__, Exit.__get__, Entrance.__init__, leave_abandoned):

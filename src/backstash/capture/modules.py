@@ -29,6 +29,7 @@ from torch import nn
 
 from backstash.interpreter import is_traced
 from backstash.torch_internals import (
+    CODE_OF_CALL,
     compiler,
     count_function_modes,
     current_function_mode,
@@ -193,15 +194,12 @@ def _call_fused(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return nn.Module.__call__(module, *args, **kwargs)
 
 
-_CALL = nn.Module._call_impl.__code__
-
-
 def calls_in_progress(thread: int) -> list[tuple[nn.Module, int]]:
     """The modules whose calls are in progress on a thread, the outermost first, each with a number of that call."""
     found: list[tuple[nn.Module, int]] = []
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is CODE_OF_CALL:
             found.append((frame.f_locals["self"], id(frame)))
         frame = frame.f_back
     return found[::-1]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash.saved import is_tensor
-from backstash.torch_internals import operator, operator_packet
+from backstash.torch_internals import operator, operator_packet, overloads_of, writes_unseen
 
 
 class SideEffect(Enum):
@@ -25,9 +24,9 @@ class SideEffect(Enum):
     CHANGES_SELF = 3
     """The first one is changed in place, and no other."""
     CHANGES_STATISTICS = 2
-    """Running statistics among them are changed without a new version, which other functions in place give."""
+    """Others than the first one are changed without a new version: running statistics of norms and observers."""
     ESCAPES = 4
-    """Somebody may change it from now on without a new version of the tensor."""
+    """Somebody may change it from now on without a new version of the tensor: the function itself, or an alias."""
 
 
 _ESCAPES: frozenset[Any] = frozenset(
@@ -49,10 +48,18 @@ _ESCAPES: frozenset[Any] = frozenset(
     }
 )
 _ESCAPES_BY_NAME = frozenset({"_typed_storage", "to_dlpack", "__cuda_array_interface__", "mutable_data_ptr"})
-_NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm})
-"""Functions that update running statistics. Whether they do is their argument number _USES_BATCH."""
+_NORMS = frozenset({F.batch_norm, F.instance_norm})
+_NORMS_BY_NAME = frozenset(
+    {
+        *("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        *("_batch_norm_impl_index", "batch_norm_update_stats"),
+        *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+    }
+)
+"""Functions that update running statistics, of which their schemas say nothing."""
 _USES_BATCH = 5
-_VISIBLE = frozenset({"requires_grad_", "retain_grad_"})
+"""The number of the argument that tells whether a norm does."""
+_VISIBLE = frozenset({"requires_grad_", "retain_grad_", "record_stream"})
 
 _side_effects: dict[Any, SideEffect] = {}
 _inplace_at: dict[Any, int] = {}
@@ -91,16 +98,16 @@ def inplace_position(function: Callable[..., Any]) -> int | None:
 def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     if function in _ESCAPES:
         return SideEffect.ESCAPES
-    if function in _NORMS:
+    overloads = overloads_of(function)
+    if any(overload.namespace not in ("aten", "prims", "backstash") for overload in overloads):
+        return SideEffect.ESCAPES
+    name = overloads[0]._schema.name.partition("::")[2] if overloads else getattr(function, "__name__", "")
+    if function in _NORMS or (overloads and name in _NORMS_BY_NAME):
         return SideEffect.CHANGES_STATISTICS
+    if name not in _VISIBLE and any(writes_unseen(overload) for overload in overloads):
+        return SideEffect.ESCAPES if name.endswith("_") else SideEffect.CHANGES_STATISTICS
     if isinstance(function, (operator, operator_packet)):
-        overloads = (
-            [function] if isinstance(function, operator) else [getattr(function, name) for name in function.overloads()]
-        )
-        if any(overload.namespace not in ("aten", "prims", "backstash") for overload in overloads):
-            return SideEffect.ESCAPES
         return SideEffect.CHANGES if any(overload._schema.is_mutable for overload in overloads) else SideEffect.NONE
-    name = getattr(function, "__name__", "")
     if name in _ESCAPES_BY_NAME:
         return SideEffect.ESCAPES
     if name in _VISIBLE:
@@ -135,11 +142,11 @@ def affected(effect: SideEffect, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _statistics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The running statistics that a norm updates: what stands beside its input and is no weight."""
+    """The running statistics that a function updates: what stands beside its input and is no weight."""
     uses_batch = args[_USES_BATCH] if len(args) > _USES_BATCH else kwargs.get("training", kwargs.get("use_input_stats"))
     if uses_batch is False:
         return
-    for arg in (*args[1:_USES_BATCH], kwargs.get("running_mean"), kwargs.get("running_var")):
+    for arg in (*args[1:], *(given for name, given in kwargs.items() if name not in ("input", "self"))):
         if not hasattr(type(arg), "__torch_function__"):
             continue
         if not (is_tensor(arg) and (arg.requires_grad or isinstance(arg, nn.Parameter))):

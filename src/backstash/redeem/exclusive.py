@@ -3,7 +3,9 @@
 Note: [exclusive gradients]
     A gradient may be overwritten when only the node that received it holds it. Others that may hold it are the sum that
     sent it both ways, a hook's list, ``autograd.grad`` for a tensor in between, and the caller of backward. All of them
-    hold the tensor, its Python object, its storage or the storage's Python object, so four reference counts show them.
+    hold the tensor, its Python object or its storage, so three reference counts show them. No Python object of the
+    storage is made for that: it would stay with the storage, and the engine adds another gradient into one of which
+    nobody else holds the storage, but beside it otherwise, which takes memory and may be laid out in another way.
     A gradient that comes out of a reshape is a view and holds its base, whose two counts show the rest. A formula that
     calls ``grad.contiguous()`` first holds the gradient once more. Torch documents none of these numbers, so the counts
     of a gradient that nobody else holds are measured on tiny steps.
@@ -26,12 +28,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from backstash import interpreter
 from backstash.codecs.base import is_dense
-from backstash.torch_internals import storage_use_count, unheard_gradient
+from backstash.torch_internals import storage_of, storage_use_count, unheard_gradient
 
 UseCounts = tuple[int, ...]
-"""References to a tensor's Python object, to the tensor, to its storage and to the storage's Python object; of a view
-then those to its base's Python object and to its base."""
+"""References to a tensor's Python object, to the tensor and to its storage; of a view then those to its base's Python
+object and to its base."""
 
 MEASUREMENTS = 3
 """How often the counts are measured in a process: when each of that many Sessions is made."""
@@ -45,12 +48,10 @@ _probing = threading.local()  # .counts, on the thread that runs the tiny steps 
 
 def count(grad: Tensor) -> UseCounts:
     """References to ``grad``, which every caller holds equally often: it asks first, about its first argument."""
-    storage = grad.untyped_storage()
     counts: UseCounts = (
         sys.getrefcount(grad),
         grad._use_count(),  # type: ignore[attr-defined]
-        storage_use_count(storage._cdata),
-        sys.getrefcount(storage),
+        storage_use_count(storage_of(grad)),
     )
     base = grad._base
     if base is not None:
@@ -69,14 +70,21 @@ def is_alone(grad: Tensor, counts: UseCounts, call: str) -> bool:
         counts: what :func:`count` said of it.
         call: how the formula calls its kernel; one of :data:`CALLS`.
     """
-    if counts != _alone.get((call, len(counts) > 4)) or getattr(_probing, "counts", None) is not None:
+    if counts != _alone.get((call, len(counts) > 3)) or getattr(_probing, "counts", None) is not None:
         return False
     if torch.is_grad_enabled() or _is_traced():
         return False
-    storage = grad.untyped_storage()
-    if storage.nbytes() != grad.nbytes or not storage.resizable() or storage.is_shared():
-        return False
-    return grad.is_contiguous() or is_dense(tuple(grad.shape), grad.stride())
+    return owns_memory(grad) and (grad.is_contiguous() or is_dense(tuple(grad.shape), grad.stride()))
+
+
+def _owns_memory(x: Tensor) -> bool:
+    """Whether a tensor fills a storage that torch has allocated and no other process has mapped."""
+    storage = x.untyped_storage()
+    return storage.nbytes() == x.nbytes and storage.resizable() and not storage.is_shared()
+
+
+owns_memory: Callable[[Tensor], bool] = _owns_memory if interpreter.module is None else interpreter.module.owns_memory
+"""As :func:`_owns_memory`. The interpreter of scripts makes no Python object of the storage."""
 
 
 CALLS = ("relu", "silu", "group_norm", "product")
@@ -105,8 +113,8 @@ def measure_uses(x: Tensor, functions: dict[str, Callable[[Tensor], Tensor]]) ->
             if call not in _held:
                 _held[call] = set(_counts_of_held(function, x))
             for counts in alone:
-                before = _alone.get((call, len(counts) > 4), counts)
-                _alone[call, len(counts) > 4] = tuple(map(min, before, counts))
+                before = _alone.get((call, len(counts) > 3), counts)
+                _alone[call, len(counts) > 3] = tuple(map(min, before, counts))
             for key in [key for key, counts in _alone.items() if key[0] == call and counts in _held[call]]:
                 del _alone[key]
 

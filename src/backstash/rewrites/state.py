@@ -64,6 +64,9 @@ class State:
             if table.keys() != original.keys() or any(table[name] is not x for name, x in original.items()):
                 table.clear()
                 table.update(original)  # type: ignore[arg-type]
+        for tensor, memory in self._memory:
+            if tensor.shape != memory.shape:  # the step has given it its size
+                restore_memory(tensor, memory)
         with torch.no_grad():
             for tensor, content in self.contents.values():
                 if not equal_bits(tensor, content):  # copying would raise the version for nothing

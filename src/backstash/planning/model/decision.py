@@ -96,6 +96,15 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
     return Keep("the plan says so: the plain step fits" if is_empty else "the plan says so")
 
 
+def meets_need(decision: Decision, saved: SavedTensor) -> bool:
+    """Whether the form that was decided on has what is read of a value: arguments of its readers may change with steps.
+
+    A clamp reads a value itself, not on which side of a bound it is, if its bound is no number of the value's dtype.
+    """
+    codecs = {"encode": (codec_named(decision.choice),), "offload": moved_as(decision.choice)}.get(decision.kind, ())
+    return all(codec is None or saved.need in codec.preserves for codec in codecs or ())
+
+
 def serves_decision(decision: Decision, saved: SavedTensor) -> bool:
     """Whether what was decided of a value may be done with one of another shape in its place, such as a last batch.
 
@@ -103,7 +112,9 @@ def serves_decision(decision: Decision, saved: SavedTensor) -> bool:
     larger was not meant to be kept.
     """
     dtypes = {spec.partition(" ")[0] for spec in (decision.spec, str(saved.spec))}
-    return len(dtypes) == 1 and not decision.error and (decision.kind != "keep" or saved.spec.nbytes <= decision.nbytes)
+    if len(dtypes) > 1 or decision.error or not meets_need(decision, saved):
+        return False
+    return decision.kind != "keep" or saved.spec.nbytes <= decision.nbytes
 
 
 def fetches_of(decisions: Iterable[Decision]) -> dict[str, tuple[str, ...]] | None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from backstash.errors import PlanError
-from backstash.planning.model.decision import LOSSLESS, Decision, action_of, fetches_of, serves_decision
+from backstash.planning.model.decision import LOSSLESS, Decision, action_of, fetches_of, meets_need, serves_decision
 from backstash.planning.model.explain import diff, explain, html, plan_summary
 from backstash.planning.model.rounding import codec_named, word_has_error
 from backstash.planning.model.sealed import plain, restore, seal, shown, unseal
@@ -224,7 +224,7 @@ class Plan(Policy):
     def decide(self, saved: SavedTensor) -> Action:
         """Returns what the plan says of the value, also of another shape if that serves, or what lossless says."""
         decision = self._by_key.get(saved.key)
-        if decision is not None and decision.spec == str(saved.spec):
+        if decision is not None and decision.spec == str(saved.spec) and meets_need(decision, saved):
             self._met.add(saved.key)
             return action_of(decision, saved, self.store, self.is_empty)
         if self.is_empty:

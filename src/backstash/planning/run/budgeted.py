@@ -5,10 +5,11 @@ Nobody hands over a step here. The program trains in its own loop and runs its f
 
 Note: [between steps]
     A Session is chosen when a forward pass begins. Where the inputs are not known then, it is when a module is called
-    first with tensors. By then the program may have put hooks or modes of its own above the Session's, as a checkpoint
-    around the whole model does; then the Session stays, and the next one is right. If a backward pass has ended and no
-    module was heard of, because the program calls none or does so inside of what is compiled, forward passes begin
-    where the one before has ended, or where this is entered.
+    first with tensors, by position or by keyword. By then the program may have put hooks or modes of its own above the
+    Session's, as a checkpoint around the whole model does; then the Session stays, and the next one is right. Modules
+    that are called inside of what is compiled do not count: at the end of each part Dynamo puts back the modes that
+    there were at its beginning. If a backward pass has ended and no module was heard of, forward passes begin where
+    the one before has ended, or where this is entered.
 """
 
 from __future__ import annotations
@@ -53,7 +54,15 @@ from backstash.policies import Policy, get
 from backstash.session import Session, made_again
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
-from backstash.torch_internals import current_function_mode, hide_from_dynamo, in_backward, is_traced, may_compile
+from backstash.torch_internals import (
+    current_function_mode,
+    hide_from_dynamo,
+    in_backward,
+    is_inside_compiled,
+    is_traced,
+    keywords_of_call,
+    may_compile,
+)
 
 T = TypeVar("T")
 
@@ -235,7 +244,9 @@ class Budgeted(Following):
         if self._calls_modules is False:
             self._chain.clear()
             self._begin(None, ())
-            self._exchange([])
+            exchange = partial(self._exchange, [])
+            if not leaving.at_end_of_torch(exchange):  # the function of torch that runs would put the open one back
+                exchange()
         else:
             modules.hear_calls(self._before_module)
 
@@ -414,7 +425,9 @@ class Budgeted(Following):
         is_asked = (self._is_new or self._calls_modules is False) and self._thread == threading.get_ident()
         if not is_asked or not torch.is_grad_enabled() or in_backward():
             return
-        signature = signature_of(args)
+        if may_compile() and is_inside_compiled():
+            return
+        signature = signature_of(args) or signature_of(keywords_of_call(module))
         if not signature and len(self._chain) < 8:
             self._chain.append(module)
             return

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.torch_internals import saved_tensor_hooks
+
+if TYPE_CHECKING:
+    from backstash.stash.ledger import Report
 
 
 class Unhooked(Session):
@@ -32,6 +37,10 @@ class Unhooked(Session):
     def begin_step(self) -> None:
         """Counts a step."""
         self._steps += 1
+
+    def report(self) -> Report:
+        """A report without notes: nothing was looked at, so nothing is known of what was saved."""
+        return replace(super().report(), notes=())
 
     @property
     def is_innermost(self) -> bool:
