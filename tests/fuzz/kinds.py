@@ -239,6 +239,7 @@ _UNSEEN = [
         storage_fill="{a}.untyped_storage()[3] = 0",
         dlpack_mul="torch.from_dlpack({a}.detach().as_subclass(torch.Tensor)).mul_(0.5)",
         detached_mul="{a}.detach().mul_(0.5)",
+        unscale="torch._amp_foreach_non_finite_check_and_unscale_([{a}.detach()], torch.zeros(1), torch.tensor(0.5))",
     ),
     Kind("numpy_write", "unseen", "{a}.detach().numpy()[...] *= 0.5", BETWEEN, strict=True),
     Kind("numpy_set_one", "unseen", "{a}.detach().numpy()[(-1,) * {a}.dim()] = 1", BETWEEN, strict=True),
@@ -260,6 +261,11 @@ _BUFFERS = [
         update_mean_data="statistics.mean.data.lerp_({a}.detach().float().mean((0, 2, 3)).view(-1, 1, 1), 0.1)",
         update_factor="statistics.factor.data.mul_(0.9).add_({a}.detach().float().abs().mean(), alpha=0.1)",
         halve_factor="statistics.factor.mul_(0.5)",
+        update_statistics="{out}_1 = statistics.mean.view(-1)\n"
+        "torch.batch_norm_update_stats({a}.detach().float(), {out}_1, {out}_1.clone(), 0.1)\n"
+        "del {out}_1",
+        step_mean="torch._fused_sgd_([statistics.mean], [statistics.mean.cos()], [], weight_decay=0.0, momentum=0.0, "
+        "lr=0.1, dampening=0.0, nesterov=False, maximize=False, is_first_step=True)",
     ),
 ]
 
