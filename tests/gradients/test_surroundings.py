@@ -625,3 +625,30 @@ def test_many_threads_run_backward_of_one_session() -> None:
             x.grad = None
         del losses, threads
         assert holds_nothing(session)
+
+
+class Unhashable:
+    """A function of a program that offers itself to modes, and is equal to others."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Unhashable
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.overrides._is_torch_function_mode_enabled():
+            found: Tensor = torch.overrides.handle_torch_function(self, (x,), x)
+            return found
+        return torch.tanh(x * 2.0)
+
+
+def test_a_function_that_cannot_be_hashed() -> None:
+    def train(session: Session | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(16, 64), nn.Linear(64, 8)
+        found: list[Tensor | None] = []
+        for _ in range(14):
+            with nullcontext() if session is None else session:
+                loss = second(torch.relu(Unhashable()(first(torch.randn(32, 16))))).square().mean()
+            found += torch.autograd.grad(loss, [*first.parameters(), *second.parameters()])
+        return found
+
+    assert differences(train(None), train(Session("lossless", min_nbytes=0, stop_if_useless=False))) == []

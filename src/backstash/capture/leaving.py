@@ -220,7 +220,8 @@ def at_end_of_torch(function: Callable[[], None]) -> bool:
         frame = cast("Any", frame.f_back)
     if outermost is None:
         return False
-    outermost.f_locals["kwargs"]["backstash"] = _AtEnd(function)
+    keywords = outermost.f_locals["kwargs"]
+    keywords[f"backstash {len(keywords)}"] = _AtEnd(function)  # beside others
     return True
 
 

@@ -70,8 +70,8 @@ def side_effect_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     """What a call does to its arguments' memory."""
     try:
         known = _side_effects.get(function)
-    except TypeError:  # it cannot be hashed
-        return _find_side_effect(function)
+    except TypeError:  # it cannot be hashed, and so is none of torch's
+        return SideEffect.NONE
     if known is None:
         known = _find_side_effect(function)
         if len(_side_effects) < 4096:
