@@ -191,3 +191,9 @@ def test_the_lowest_peak_is_reached_and_is_no_matter_of_how_long_things_take(mon
 
     peaks = [lowest() for _ in range(3)]
     assert max(peaks) <= 1.01 * min(peaks), peaks
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_small_step_takes_few_turns(layers: int) -> None:
+    """Each turn takes a while in Python, and a step of a few milliseconds waits for all of them."""
+    assert sum(1 for _ in greedy.Frontier(PeakModel(transformer(layers))).search()) < 10_000

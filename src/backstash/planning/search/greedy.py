@@ -37,6 +37,8 @@ DESCENT, IMPROVEMENT = 800_000, 800_000
 """How much is done at most to lower the peak, and then to improve what was found; about as many microseconds in C++."""
 EFFORT = 8_000
 """How much is done to improve what was found, for each value."""
+TURN = 60
+"""What a turn of the improvement takes in Python: of a small step, far more than what it does in C++."""
 LEAST = 60
 """A step of fewer values is searched as one of so many."""
 SEVERAL, MANY = 400, 1000
@@ -323,6 +325,7 @@ class _Climb:
         elif kind == 2:
             chosen = random.random(len(values)) < 0.5
             values, rows = values[chosen], rows[chosen]
+        self.moves.work += TURN
         self.moves.set_all(values, rows)
 
     def _stretch(self) -> list[int]:
