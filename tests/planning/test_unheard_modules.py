@@ -193,7 +193,8 @@ def test_a_compiled_module_that_is_called_by_keyword(compiles: str, is_broken: b
     assert ours[2] <= 2 * max(plain[2], 1)
 
 
-def test_no_step_that_is_timed_alone_is_said_to_save_nothing() -> None:
+def test_no_step_that_is_timed_alone_is_said_to_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "PLAIN_STEPS", 3)
     program, session, notes = Functional(), Budgeted("70%", min_nbytes=0), set()
     for _ in range(STEPS):
         with session:
