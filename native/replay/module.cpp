@@ -511,7 +511,7 @@ PyObject* is_odd_tensor(PyObject*, PyObject* x) {
     END_HANDLE_TH_ERRORS
 }
 
-// See exclusive.owns_memory. Python's object of a storage would stay with it, and count as one who holds it.
+// Python's object of a storage would stay with it, and count as one who holds it.
 PyObject* owns_memory(PyObject*, PyObject* object) {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(THPVariable_Check(object), "owns_memory takes a tensor");
@@ -544,7 +544,7 @@ PyMethodDef functions[] = {
     {"read", BACKSTASH_FAST(read_one), METH_FASTCALL, "Reads what was held: see held.Reading."},
     {"is_traced", is_traced_now, METH_NOARGS, "See torch_internals.is_traced."},
     {"is_odd", is_odd_tensor, METH_O, "See saved.is_odd."},
-    {"owns_memory", owns_memory, METH_O, "See exclusive.owns_memory."},
+    {"owns_memory", owns_memory, METH_O, "See saved.owns_memory."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -31,6 +31,15 @@ def is_odd(x: torch.Tensor) -> bool:
     return x._is_zerotensor()
 
 
+def owns_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor fills a storage that torch has allocated, and that no other process has mapped.
+
+    Of all memory of CUDA torch says that it may be shared. To ask makes Python's object of the storage.
+    """
+    storage = x.untyped_storage()
+    return storage.nbytes() == x.nbytes and storage.resizable() and not storage.is_shared()
+
+
 class Need(Enum):
     """How much a backward formula really reads of a saved tensor.
 

@@ -335,6 +335,7 @@ def writes_unseen(overload: Any) -> bool:
 
 CODE_OF_CALL: CodeType = find("nn.Module._call_impl").__code__
 """Of the function that calls a module's hooks and its forward."""
+
 MODULE_CALL = "_call_impl"
 """The method that runs a module's hooks and its ``forward``. ``module(...)`` looks it up on the instance."""
 

@@ -19,8 +19,6 @@ CHANNELS, BATCH, STEPS = 512, 64, 16
 LATER = 12
 """From which step on memory changes: passes are settled by then."""
 
-UNSEEN = (SideEffect.ESCAPES, SideEffect.CHANGES_STATISTICS)
-
 
 def operators() -> list[Any]:
     """All operators of ATen that the dispatcher knows."""
@@ -46,12 +44,9 @@ def test_an_operator_that_changes_an_argument_has_an_effect() -> None:
     assert len(changing) > 300
     for operator in changing:
         name = operator._schema.name.removeprefix("aten::")
-        if name in NOTHING:
-            continue
-        assert side_effect_of(operator, (), {}) is not SideEffect.NONE, operator
-        for function in (getattr(torch, name, None), getattr(Tensor, name, None)):
+        for function in (operator, getattr(torch, name, None), getattr(Tensor, name, None)):
             if function is not None:
-                assert side_effect_of(function, (), {}) is not SideEffect.NONE, function
+                assert (side_effect_of(function, (), {}) is SideEffect.NONE) == (name in NOTHING), function
 
 
 def test_whoever_is_given_running_statistics_may_change_them() -> None:
@@ -86,7 +81,6 @@ def step_with(make: Callable[..., torch.optim.Optimizer]) -> Callable[[Tensor, l
 
 
 def unscale(x: Tensor, statistics: list[Tensor]) -> None:
-    statistics[1].mul_(1 + (x.amax(0) > 1))
     torch._amp_foreach_non_finite_check_and_unscale_([statistics[1]], torch.zeros(1), torch.tensor(0.5))
 
 
@@ -112,7 +106,7 @@ CHANGES: dict[str, Callable[[Tensor, list[Tensor]], None]] = {
 }
 
 
-@pytest.mark.parametrize("function", [observe, normalise, update, CHANGES["SGD"], CHANGES["Adam"]])
+@pytest.mark.parametrize("function", CHANGES.values())
 def test_the_functions_give_no_version(function: Callable[[Tensor, list[Tensor]], None]) -> None:
     """Else they would be told by it, and the tests below would prove nothing."""
     statistics = [torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.ones(CHANNELS), torch.zeros(CHANNELS).int()]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backstash
 from backstash import Session, interpreter
+from backstash.capture import leaving
 from backstash.errors import SessionError
 from backstash.planning.run.budgeted import Budgeted
 from backstash.remake import repeating
@@ -330,6 +331,22 @@ def test_a_nested_one_is_refused_and_the_outer_one_goes_on(number: int) -> None:
     assert_plain(model)
     assert session.report().saved_nbytes
     assert left_behind_by(session) == []
+
+
+def test_several_are_told_of_the_end_of_a_function_of_torch() -> None:
+    """A Session that is left in backward, and a budget that goes on to its next pass there."""
+    told: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2.0
+    is_over = [leaving.at_end_of_torch(lambda: told.append(0))]
+
+    def hook(grad: Tensor) -> None:
+        is_over.extend(leaving.at_end_of_torch(lambda number=number: told.append(number)) for number in (1, 2))  # type: ignore[misc]
+        assert not told
+
+    y.register_hook(hook)
+    y.sum().backward()
+    assert told == [1, 2] and is_over == [False, True, True]
 
 
 def test_entered_and_left_in_a_hook() -> None:

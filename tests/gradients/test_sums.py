@@ -6,13 +6,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from gradient_checks import Remake, differences
 from torch import Tensor, nn
 
-from backstash import Session, interpreter
+from backstash import Session, interpreter, saved
+from backstash.redeem import exclusive
+from backstash.torch_internals import storage_of, storage_use_count
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -84,6 +87,31 @@ def test_a_gradient_that_is_written_over_is_added_to_in_place(name: str) -> None
 
     session = session_of("lossless")
     assert [added(session) for _ in range(12)] == [added(None)] * 12
+
+
+MEMORIES: dict[str, Callable[[], Tensor]] = {
+    "own": lambda: torch.ones(4, 8),
+    "transposed": lambda: torch.ones(4, 8).t(),
+    "a part": lambda: torch.ones(4, 8)[1:],
+    "a view": lambda: torch.ones(4, 8).view(-1),
+    "expanded": lambda: torch.ones(4, 1).expand(4, 8),
+    "resized": lambda: torch.ones(2).resize_(4, 8).fill_(1.0),
+    "empty": lambda: torch.empty(0),
+    "shared": lambda: torch.ones(4, 8).share_memory_(),
+    "numpy": lambda: torch.from_numpy(np.ones((4, 8))),
+    "dlpack": lambda: torch.from_dlpack(np.ones((4, 8))),
+    "a buffer": lambda: torch.frombuffer(bytearray(32), dtype=torch.float32),
+}
+
+
+@pytest.mark.skipif(interpreter.module is None, reason="the interpreter of scripts is not built")
+@pytest.mark.parametrize("name", MEMORIES)
+def test_whose_memory_it_is_is_asked_without_an_object_of_the_storage(name: str) -> None:
+    x = MEMORIES[name]()
+    holders = storage_use_count(storage_of(x))
+    assert interpreter.owns_memory(x) == saved.owns_memory(MEMORIES[name]())
+    assert exclusive.count(x)[2] == storage_use_count(storage_of(x)) == holders
+    assert saved.owns_memory(x) == (name in ("own", "transposed", "a view", "resized", "empty"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
-from backstash.errors import BudgetError
 from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.search.planner import Planner
 from backstash.testing import equal_bits
 
 BOUNDED: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -51,11 +51,7 @@ class Bounded(nn.Module):
 
 def plan_of(model: Bounded) -> bs.Plan:
     """The plan of the smallest budget that fits."""
-    profile = bs.profile(lambda: model.step(1.0, nullcontext()), model, min_nbytes=0)
-    with pytest.raises(BudgetError) as refused:
-        bs.plan(profile, 1)
-    assert refused.value.plan is not None
-    return refused.value.plan
+    return Planner(bs.profile(lambda: model.step(1.0, nullcontext()), model, min_nbytes=0)).at_most(0)
 
 
 @pytest.mark.filterwarnings("ignore:the plan")

@@ -344,7 +344,7 @@ class _Kind:
         self.effect = side_effect_of(func, (), {})
         self.has_inplace = inplace_position(func) is not None
         self.is_cheap = func in repeatable.CHEAP
-        is_harmless = self.effect is SideEffect.NONE or func in (F.batch_norm, F.instance_norm)
+        is_harmless = self.effect in (SideEffect.NONE, SideEffect.CHANGES_STATISTICS)
         self.is_repeatable = is_harmless and repeatable.is_repeatable(func)
         self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
         self.is_backward = func in _BACKWARD

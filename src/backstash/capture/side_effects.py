@@ -59,7 +59,8 @@ _NORMS_BY_NAME = frozenset(
 """Functions that update running statistics, of which their schemas say nothing."""
 _USES_BATCH = 5
 """The number of the argument that tells whether a norm does."""
-_VISIBLE = frozenset({"requires_grad_", "retain_grad_", "record_stream"})
+_HARMLESS = frozenset({"requires_grad_", "retain_grad", "record_stream"})
+"""Functions that change a tensor, as their schemas say, but not its memory."""
 
 _side_effects: dict[Any, SideEffect] = {}
 _inplace_at: dict[Any, int] = {}
@@ -102,16 +103,16 @@ def _find_side_effect(function: Callable[..., Any]) -> SideEffect:
     if any(overload.namespace not in ("aten", "prims", "backstash") for overload in overloads):
         return SideEffect.ESCAPES
     name = overloads[0]._schema.name.partition("::")[2] if overloads else getattr(function, "__name__", "")
+    if name in _HARMLESS:
+        return SideEffect.NONE
     if function in _NORMS or (overloads and name in _NORMS_BY_NAME):
         return SideEffect.CHANGES_STATISTICS
-    if name not in _VISIBLE and any(writes_unseen(overload) for overload in overloads):
+    if any(writes_unseen(overload) for overload in overloads):
         return SideEffect.ESCAPES if name.endswith("_") else SideEffect.CHANGES_STATISTICS
     if isinstance(function, (operator, operator_packet)):
         return SideEffect.CHANGES if any(overload._schema.is_mutable for overload in overloads) else SideEffect.NONE
     if name in _ESCAPES_BY_NAME:
         return SideEffect.ESCAPES
-    if name in _VISIBLE:
-        return SideEffect.NONE
     is_dunder = name.startswith("__") and name.endswith("__")
     in_place_operator = is_dunder and name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     if name == "__setitem__" or in_place_operator or (name.endswith("_") and not is_dunder):

@@ -40,5 +40,8 @@ is_traced: Callable[[], bool] = torch_internals.is_traced if module is None else
 is_odd: Callable[[Tensor], bool] = saved.is_odd if module is None else module.is_odd
 """As :func:`backstash.saved.is_odd`."""
 
+owns_memory: Callable[[Tensor], bool] = saved.owns_memory if module is None else module.owns_memory
+"""As :func:`backstash.saved.owns_memory`, without Python's object of the storage."""
+
 Lock: Callable[[], Any] = threading.RLock if module is None else module.Lock
 """A lock that a thread may take again: a context manager."""

@@ -28,8 +28,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from backstash import interpreter
 from backstash.codecs.base import is_dense
+from backstash.interpreter import owns_memory
 from backstash.torch_internals import storage_of, storage_use_count, unheard_gradient
 
 UseCounts = tuple[int, ...]
@@ -75,16 +75,6 @@ def is_alone(grad: Tensor, counts: UseCounts, call: str) -> bool:
     if torch.is_grad_enabled() or _is_traced():
         return False
     return owns_memory(grad) and (grad.is_contiguous() or is_dense(tuple(grad.shape), grad.stride()))
-
-
-def _owns_memory(x: Tensor) -> bool:
-    """Whether a tensor fills a storage that torch has allocated and no other process has mapped."""
-    storage = x.untyped_storage()
-    return storage.nbytes() == x.nbytes and storage.resizable() and not storage.is_shared()
-
-
-owns_memory: Callable[[Tensor], bool] = _owns_memory if interpreter.module is None else interpreter.module.owns_memory
-"""As :func:`_owns_memory`. The interpreter of scripts makes no Python object of the storage."""
 
 
 CALLS = ("relu", "silu", "group_norm", "product")

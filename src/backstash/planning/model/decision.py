@@ -101,8 +101,11 @@ def meets_need(decision: Decision, saved: SavedTensor) -> bool:
 
     A clamp reads a value itself, not on which side of a bound it is, if its bound is no number of the value's dtype.
     """
-    codecs = {"encode": (codec_named(decision.choice),), "offload": moved_as(decision.choice)}.get(decision.kind, ())
-    return all(codec is None or saved.need in codec.preserves for codec in codecs or ())
+    if decision.kind != "encode":
+        return True
+    codec = codec_named(decision.choice)
+    assert codec is not None  # a Plan is made of known names only
+    return saved.need in codec.preserves
 
 
 def serves_decision(decision: Decision, saved: SavedTensor) -> bool:
