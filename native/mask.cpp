@@ -6,6 +6,7 @@
 #include "isa.h"
 #include "memory.h"
 #include "parallel.h"
+#include "planes.h"
 
 namespace bs {
 
@@ -71,6 +72,59 @@ BS_EXPORT void bs_mask_decode(const uint8_t* mask, void* out, int64_t n, int wid
     const bs::BlendJob job{mask, out, width, if_set, if_clear, bs::should_stream(out, n * width)};
     const auto blend = BS_PICK(blend_block);
     bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { blend(job, begin, end); });
+}
+
+namespace bs {
+
+struct BitmaskPlanes {
+    int type, test;
+    double lo, hi;
+    int64_t width;  // of what is decoded
+    uint64_t if_set, if_clear;
+};
+
+inline uint64_t bits_at(const void* x, int64_t index, int64_t width) {  // of numbers, the lowest byte first
+    uint64_t bits = 0;
+    std::memcpy(&bits, static_cast<const char*>(x) + index * width, size_t(width));
+    return bits;
+}
+
+}  // namespace bs
+
+BS_EXPORT BsEncodePlanes bs_bitmask_encode_planes, bs_binary_encode_planes;
+BS_EXPORT BsDecodePlanes bs_bitmask_decode_planes, bs_binary_decode_planes;
+
+int64_t bs_bitmask_encode_planes(const void* x, int64_t n, const void* how, void* planes, int threads) {
+    const auto& mask = *static_cast<const bs::BitmaskPlanes*>(how);
+    bs_bitmask_encode(x, n, mask.type, mask.test, mask.lo, mask.hi, static_cast<uint8_t*>(planes), threads);
+    return 0;
+}
+
+void bs_bitmask_decode_planes(const void* planes, int64_t n, const void* how, void* out, int threads) {
+    const auto& mask = *static_cast<const bs::BitmaskPlanes*>(how);
+    const int width = int(mask.width);
+    bs_mask_decode(static_cast<const uint8_t*>(planes), out, n, width, mask.if_set, mask.if_clear, threads);
+}
+
+// `how` is the bytes of an element, int64. The pair lies before the mask: the first element, and the first that differs.
+int64_t bs_binary_encode_planes(const void* x, int64_t n, const void* how, void* planes, int threads) {
+    const int64_t width = *static_cast<const int64_t*>(how);
+    const uint64_t first = bs::bits_at(x, 0, width);
+    int64_t other = 1;
+    while (other < n && bs::bits_at(x, other, width) == first) ++other;
+    if (other == n) return n;  // there is one value, and so no pair
+    const uint64_t second = bs::bits_at(x, other, width);
+    auto* pair = static_cast<uint8_t*>(planes);
+    std::memcpy(pair, &first, size_t(width));
+    std::memcpy(pair + width, &second, size_t(width));
+    return bs_binary_encode(x, n, int(width), first, second, pair + 2 * width, threads);
+}
+
+void bs_binary_decode_planes(const void* planes, int64_t n, const void* how, void* out, int threads) {
+    const int64_t width = *static_cast<const int64_t*>(how);
+    const auto* mask = static_cast<const uint8_t*>(planes) + 2 * width;
+    const uint64_t if_clear = bs::bits_at(planes, 0, width), if_set = bs::bits_at(planes, 1, width);
+    bs_mask_decode(mask, out, n, int(width), if_set, if_clear, threads);
 }
 
 // out[i] = bit i of the mask ? x[i] : 0, n elements of 2, 4 or 8 bytes. `out` may be x.

@@ -7,6 +7,7 @@
 #include "isa.h"
 #include "memory.h"
 #include "parallel.h"
+#include "planes.h"
 
 namespace bs {
 
@@ -100,6 +101,29 @@ BS_EXPORT void bs_window_decode(const uint8_t* packed, int64_t inner, const int6
     const bs::WindowDecodeJob job{packed, &window, tabulated ? distances : nullptr, out};
     const auto decode = BS_PICK(decode_windows);
     bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { decode(job, begin, end); });
+}
+
+namespace bs {
+
+struct WindowPlanes {
+    int64_t inner, bits, geometry[18];
+};
+
+}  // namespace bs
+
+BS_EXPORT BsEncodePlanes bs_window_encode_planes;
+BS_EXPORT BsDecodePlanes bs_window_decode_planes;
+
+int64_t bs_window_encode_planes(const void* x, int64_t n, const void* how, void* planes, int threads) {
+    const auto& windows = *static_cast<const bs::WindowPlanes*>(how);
+    return bs_window_encode(static_cast<const int64_t*>(x), n, windows.inner, windows.geometry, int(windows.bits),
+                            static_cast<uint8_t*>(planes), threads);
+}
+
+void bs_window_decode_planes(const void* planes, int64_t n, const void* how, void* out, int threads) {
+    const auto& windows = *static_cast<const bs::WindowPlanes*>(how);
+    bs_window_decode(static_cast<const uint8_t*>(planes), windows.inner, windows.geometry, int(windows.bits),
+                     static_cast<int64_t*>(out), n, threads);
 }
 
 // The gradient of a max pooling's input, of float32 or float64 (`wide`), from its output's, n elements in memory order.

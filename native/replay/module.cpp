@@ -396,7 +396,7 @@ PyObject* planes_of(PyObject*, PyObject* packed) {
         return Py_BuildValue("(OOO)", slot->bits_of->mask.get(), bits.get(), Py_True);
     }
     if (slot->state != State::stored || slot->value.zvc) Py_RETURN_NONE;  // no reader takes the planes of zvc
-    const Object planes = slot->value.is_bitmask ? Object::taken(THPVariable_Wrap(slot->mask)) : slot->encoded;
+    const Object planes = slot->value.kernel ? wrapped(slot->planes) : slot->encoded;
     return Py_BuildValue("(OOO)", slot->value.ways.get(), planes.get(), Py_False);
     END_HANDLE_TH_ERRORS
 }
@@ -447,8 +447,6 @@ PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t number) {
     };
     kernels.affine = reinterpret_cast<decltype(kernels.affine)>(address("bs_affine"));
     kernels.advise_huge = reinterpret_cast<decltype(kernels.advise_huge)>(address("bs_advise_huge"));
-    kernels.bitmask_encode = reinterpret_cast<decltype(kernels.bitmask_encode)>(address("bs_bitmask_encode"));
-    kernels.mask_decode = reinterpret_cast<decltype(kernels.mask_decode)>(address("bs_mask_decode"));
     kernels.look = reinterpret_cast<decltype(kernels.look)>(address("bs_look"));
     kernels.zvc_mark = reinterpret_cast<decltype(kernels.zvc_mark)>(address("bs_zvc_mark"));
     kernels.zvc_gather = reinterpret_cast<decltype(kernels.zvc_gather)>(address("bs_zvc_gather"));

@@ -183,19 +183,22 @@ Value value_of(PyObject* object) {
     value.codec = read.object("codec");
     value.mask = read.object("mask");
     value.ways = read.object("ways");
-    value.is_bitmask = read.flag("is_bitmask");
+    if (const Object kernel = read.object("kernel"); !kernel.is_none()) {
+        const Reader of(kernel.get());
+        const Object how = of.object("how");
+        char* bytes = nullptr;
+        Py_ssize_t size = 0;
+        if (PyBytes_AsStringAndSize(how.get(), &bytes, &size) != 0) throw python_error();
+        value.kernel = {reinterpret_cast<BsEncodePlanes*>(of.bits("encode")),
+                        reinterpret_cast<BsDecodePlanes*>(of.bits("decode")), std::string(bytes, static_cast<size_t>(size)),
+                        of.integer("nbytes")};
+    }
     if (const Object zvc = read.object("zvc"); !zvc.is_none()) {
         const Reader of(zvc.get());
         value.zvc = {of.integer("runs"), of.integer("run"), of.integer("step"), of.integer("most_nonzeros"),
                      of.integer("chunks")};
     }
     value.has_view = read.flag("has_view");
-    value.mask_test = read.number("mask_test");
-    value.mask_element = read.number("mask_element");
-    value.mask_lo = read.real("mask_lo");
-    value.mask_hi = read.real("mask_hi");
-    value.if_set = read.bits("if_set");
-    value.if_clear = read.bits("if_clear");
     if (value.program == Program::remake) value.tree = tree_of(read.object("tree").get());
     value.text = read.text("text");
     return value;

@@ -9,6 +9,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "../planes.h"
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -136,6 +138,14 @@ struct Zvc {
     int64_t runs, run, step, most_nonzeros, chunks;
 };
 
+// How kernels here make planes that have one size, and read them.
+struct PlaneKernel {
+    BsEncodePlanes* encode;
+    BsDecodePlanes* decode;
+    std::string how;
+    int64_t nbytes;
+};
+
 // What becomes of a value.
 struct Value {
     Program program;
@@ -145,11 +155,8 @@ struct Value {
     bool shares;                       // what is made again is held for all who read it
     Layout whole, decoded;             // the whole storage, and as it is decoded
     Object key, codec, mask, ways;     // ways: what Python knows of the codec
-    int mask_test, mask_element;
-    double mask_lo, mask_hi;
-    uint64_t if_set, if_clear;
-    bool is_bitmask;                   // which the kernels here encode and decode
-    std::optional<Zvc> zvc;            // which they encode and decode as well
+    std::optional<PlaneKernel> kernel;  // by which it is encoded and decoded here; and by those of zvc
+    std::optional<Zvc> zvc;
     bool has_view;                     // whether what is encoded may be read as a view of a plane
     bool is_moved() const { return program == Program::move; }
     Tree tree;

@@ -285,16 +285,14 @@ at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time
         return whole;
     }
     at::Tensor out = slot.session->buffers.take(value.whole, value.decoded.dtype);
-    if (value.is_bitmask) {
-        const void* mask = slot.mask.const_data_ptr();
+    if (value.kernel) {
+        const void* planes = slot.planes.const_data_ptr();
         void* to = out.data_ptr();
-        const int64_t numel = out.numel();
-        const int width = static_cast<int>(out.itemsize());
-        const int threads = threads_for(numel * width);
-        const WithoutGil running(numel * width);
-        kernels.mask_decode(mask, to, numel, width, value.if_set, value.if_clear, threads);
+        const auto nbytes = static_cast<int64_t>(out.nbytes());
+        const WithoutGil running(nbytes);
+        value.kernel->decode(planes, out.numel(), value.kernel->how.data(), to, threads_for(nbytes));
     } else if (value.zvc) {
-        const void *mask = slot.mask.const_data_ptr(), *offsets = slot.offsets.const_data_ptr();
+        const void *mask = slot.planes.const_data_ptr(), *offsets = slot.offsets.const_data_ptr();
         const void* values = slot.values.const_data_ptr();
         void* to = out.data_ptr();
         const int64_t numel = out.numel(), stored = slot.values.numel();
@@ -594,7 +592,7 @@ void hold_again(const std::shared_ptr<Slot>& slot) {
     hold_made(*slot, {});
     session.buffers.part_with(whole);
     slot->encoded = Object();
-    slot->mask = slot->offsets = slot->values = slot->bits = at::Tensor();
+    slot->planes = slot->offsets = slot->values = slot->bits = at::Tensor();
     slot->sample.clear();
     slot->device_sample = slot->picked = at::Tensor();
     slot->state = State::held;

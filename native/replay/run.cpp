@@ -420,9 +420,9 @@ int64_t encode_zvc(Slot& slot, const Zvc& zvc, const at::Tensor& whole) {
     int64_t nonzeros = 0, patterns = 0, stored = 0;
     kernels.look(from, width, zvc.runs, zvc.run, zvc.step, &nonzeros, &patterns);
     if (nonzeros > zvc.most_nonzeros) return -1;
-    slot.mask = plane_of((numel + 7) / 8, at::kByte);
+    slot.planes = plane_of((numel + 7) / 8, at::kByte);
     slot.offsets = at::empty({zvc.chunks}, at::kLong);
-    void *mask = slot.mask.data_ptr(), *offsets = slot.offsets.data_ptr();
+    void *mask = slot.planes.data_ptr(), *offsets = slot.offsets.data_ptr();
     {
         const WithoutGil running(slot.value.nbytes);
         stored = kernels.zvc_mark(from, numel, width, mask, offsets, threads);
@@ -431,21 +431,23 @@ int64_t encode_zvc(Slot& slot, const Zvc& zvc, const at::Tensor& whole) {
     void* values = slot.values.data_ptr();
     const WithoutGil running(slot.value.nbytes);
     kernels.zvc_gather(from, numel, width, mask, offsets, values, stored, threads);
-    return static_cast<int64_t>(slot.mask.nbytes() + slot.offsets.nbytes() + slot.values.nbytes());
+    return static_cast<int64_t>(slot.planes.nbytes() + slot.offsets.nbytes() + slot.values.nbytes());
 }
 
 bool encode(Slot& slot, const at::Tensor& whole) {
     const Value& value = slot.value;
     int64_t nbytes = 0;
-    if (value.is_bitmask) {
-        const int64_t numel = whole.numel();
-        slot.mask = plane_of((numel + 7) / 8, at::kByte);
+    if (value.kernel) {
+        nbytes = value.kernel->nbytes;
+        slot.planes = plane_of(nbytes, at::kByte);
         const void* from = whole.const_data_ptr();
-        void* to = slot.mask.data_ptr();
-        const int threads = threads_for(value.nbytes);
-        nbytes = (numel + 7) / 8;
-        const WithoutGil running(value.nbytes);
-        kernels.bitmask_encode(from, numel, value.mask_element, value.mask_test, value.mask_lo, value.mask_hi, to, threads);
+        void* to = slot.planes.data_ptr();
+        int64_t refused = 0;
+        {
+            const WithoutGil running(value.nbytes);
+            refused = value.kernel->encode(from, whole.numel(), value.kernel->how.data(), to, threads_for(value.nbytes));
+        }
+        if (refused != 0) return slot.planes = at::Tensor(), false;
     } else if (value.zvc) {
         nbytes = encode_zvc(slot, *value.zvc, whole);
         if (nbytes < 0) return false;

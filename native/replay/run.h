@@ -81,7 +81,8 @@ struct Slot : std::enable_shared_from_this<Slot> {
     int64_t guard_version = 0;
     int64_t held_nbytes = 0;
     Object encoded;                       // or a Form, whose planes are in another store
-    at::Tensor mask, offsets, values;     // the planes of a bitmask, or of zvc
+    at::Tensor planes;                    // in one piece; or the mask of zvc, whose other planes these are
+    at::Tensor offsets, values;
     at::Tensor bits;                      // the mask of what was decoded, for those who read no more
     const Save* bits_of = nullptr;
     std::vector<std::shared_ptr<Slot>> leaves;             // by the number of their value
@@ -234,8 +235,6 @@ struct Kernels {
     void (*affine)(const void*, const void*, const void*, const void*, const void*, const void*, void*, int64_t, int64_t,
                    int64_t, int, double, double, const void*, void*, int) = nullptr;
     int (*advise_huge)(void*, int64_t) = nullptr;
-    void (*bitmask_encode)(const void*, int64_t, int, int, double, double, void*, int) = nullptr;
-    void (*mask_decode)(const void*, void*, int64_t, int, uint64_t, uint64_t, int) = nullptr;
     void (*look)(const void*, int, int64_t, int64_t, int64_t, int64_t*, int64_t*) = nullptr;
     int64_t (*zvc_mark)(const void*, int64_t, int, void*, void*, int) = nullptr;
     void (*zvc_gather)(const void*, int64_t, int, const void*, const void*, void*, int64_t, int) = nullptr;

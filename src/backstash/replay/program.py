@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backstash.capture.names import CallCounts, ModuleEvent
+from backstash.codecs.base import Encoded
 from backstash.saved import Mask, SavedTensor, TensorSpec
 
 NOTHING = TensorSpec((), (), torch.float32, torch.device("cpu"), 4)
@@ -222,6 +223,24 @@ class AffinePass:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaneKernel:
+    """A codec's kernels, by which the interpreter makes planes that have one size: see native/planes.h.
+
+    Attributes:
+        encode, decode: their addresses.
+        how: what both are told besides.
+        nbytes: of the planes.
+        encoded: returns what is encoded, given the planes in one piece of memory, uint8 [nbytes].
+    """
+
+    encode: int
+    decode: int
+    how: bytes
+    nbytes: int
+    encoded: Callable[[Tensor], Encoded]
+
+
+@dataclass(frozen=True, slots=True)
 class ZvcPlanes:
     """Planes of zvc that the interpreter makes, and the look at a sample before: see codecs/sample.py.
 
@@ -255,7 +274,7 @@ class ValueProgram:
         key: under which it is reported.
         codec, mask, ways: of a value that is encoded.
         has_view: whether what is encoded may be read as a view of a plane.
-        is_bitmask, mask_test, mask_element, mask_lo, mask_hi, if_set, if_clear: of a mask that the interpreter makes.
+        kernel: by which the interpreter encodes it; None where Python does.
         zvc: how it makes planes of zvc; None where it does not.
         tree: of a value that is made again.
         text: what a report says of that: the codec, the recipe, or why it is held.
@@ -282,14 +301,8 @@ class ValueProgram:
     mask: Mask | None = None
     ways: Any = None
     has_view: bool = False
-    is_bitmask: bool = False
+    kernel: PlaneKernel | None = None
     zvc: ZvcPlanes | None = None
-    mask_test: int = 0
-    mask_element: int = 0
-    mask_lo: float = 0.0
-    mask_hi: float = 0.0
-    if_set: int = 0
-    if_clear: int = 0
     tree: CallTree | None = None
     delay: int = 1
     held: int = 0

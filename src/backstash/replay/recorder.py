@@ -18,12 +18,9 @@ from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.narrow.codec import Narrow
 from backstash.codecs.raw import Raw
-from backstash.codecs.sample import runs_within
-from backstash.codecs.zvc.codec import Zvc
 from backstash.interpreter import is_odd, is_traced
 from backstash.ops import backends
-from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
-from backstash.ops.layout import Rounding, images, zvc_chunks
+from backstash.ops.layout import Rounding, images
 from backstash.policies.base import Policy, knows_room
 from backstash.redeem import accumulation, linear, table
 from backstash.remake import calls, fused, onepass, patterns
@@ -32,6 +29,7 @@ from backstash.remake.contents import Contents
 from backstash.remake.patterns import Pattern
 from backstash.remake.recipes import Recipe
 from backstash.remake.tape import CallTape
+from backstash.replay.kernels import kernel_of, zvc_planes
 from backstash.replay.program import (
     AffinePass,
     CallTree,
@@ -42,6 +40,7 @@ from backstash.replay.program import (
     KnownCall,
     NotedCall,
     OnePassTree,
+    PlaneKernel,
     ReplayedInput,
     Save,
     SaveKind,
@@ -49,7 +48,6 @@ from backstash.replay.program import (
     Script,
     ValueFate,
     ValueProgram,
-    ZvcPlanes,
 )
 from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash import parameters
@@ -78,6 +76,7 @@ class Ways:
         facts: about the value.
         nbytes: of its planes, as the policy was told last.
         store: the name of the store that they are put into; None where they stay on the device.
+        kernel: by which the interpreter encodes it; None where Python does.
     """
 
     codec: base.Codec
@@ -86,6 +85,7 @@ class Ways:
     facts: SavedTensor
     nbytes: int
     store: str | None
+    kernel: PlaneKernel | None = None
 
 
 @dataclass(slots=True)
@@ -560,22 +560,11 @@ class _Writer:
         value.ways = Ways(codec, value.mask, spec, stored.facts, form.ticket.nbytes, name)
         dtype = decoded_dtype(codec, spec)
         value.decoded = TensorSpec(spec.shape, spec.stride, dtype, spec.device, spec.numel * dtype.itemsize)
-        is_here = not is_moved and spec.device.type == "cpu" and spec.dtype in FLOATS
-        is_here = is_here and backends.name("cpu") == "native"
-        if isinstance(codec, Bitmask) and is_here and not (codec.mask.ternary or codec.mask.nan):
-            test = codec.mask
-            value.is_bitmask = True
-            value.mask_test, value.mask_element = test.test.code, FLOATS[spec.dtype]
-            value.mask_lo, value.mask_hi = rounded(test.lo, spec.dtype), rounded(test.hi, spec.dtype)
-            if dtype is torch.bool:
-                value.if_set, value.if_clear = 1, 0
-            else:
-                value.if_set = scalar_bits(test.if_set, math.copysign(1.0, test.if_set), dtype)
-                value.if_clear = scalar_bits(test.if_clear, math.copysign(1.0, test.if_clear), dtype)
+        if is_moved:
+            return
+        value.ways.kernel = value.kernel = kernel_of(codec, spec, dtype)
         is_told = self._policy.observes_changes and not self._policy.is_fixed  # of other bytes than before
-        if type(codec) is Zvc and codec.values is None and is_here and not is_told:
-            runs, run, step = runs_within(spec.numel)
-            value.zvc = ZvcPlanes(runs, run, step, codec.most_nonzeros(runs * run, spec.dtype), zvc_chunks(spec.numel))
+        value.zvc = None if is_told else zvc_planes(codec, spec)
 
     def _remake(self, value: ValueProgram, stored: Stored, recipe: Recipe) -> None:
         if stored.state.form is not None or recipe.from_statistics:

@@ -598,10 +598,13 @@ class Replayed:
         read = base.direct(codec, form)
         if read is None:
             return None
+        encoded: Encoded = stored
         if isinstance(stored, Form):
-            encoded: Encoded = native.fetch(self.packed)
-        else:
-            encoded = stored if isinstance(stored, Encoded) else Encoded(codec.id, spec, {"mask": stored})
+            encoded = native.fetch(self.packed)
+        elif is_mask:
+            encoded = Encoded(codec.id, spec, {"mask": stored})
+        elif isinstance(stored, Tensor):
+            encoded = how.kernel.encoded(stored)
         found = read(encoded)
         return found if isinstance(found, form) else None
 

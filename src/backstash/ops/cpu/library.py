@@ -21,7 +21,7 @@ ISAS = ("scalar", "avx2", "avx512")
 CHOICES = ("auto", "reference")
 """Values of ``BACKSTASH_KERNELS``."""
 
-INTERFACE = 2
+INTERFACE = 3
 """The number of the interface that the bindings beside this file expect (``native/isa.cpp``).
 
 A library that was built before a signature has changed has every function, and would read arguments in wrong places.

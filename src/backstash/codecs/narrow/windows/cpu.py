@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.narrow.windows import reference as reference
-from backstash.codecs.narrow.windows.reference import window_bits
+from backstash.codecs.narrow.windows.reference import in_three_dimensions, window_bits
 from backstash.ops import bytes_for
 from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import check_plane, new_plane, threads_for
@@ -26,12 +26,8 @@ _lib: Any = library.functions(
 )
 
 
-def _geometry(*fields: list[int] | tuple[int, ...]) -> object:
-    """Returns the geometry as ``native/window.cpp`` takes it: three dimensions, of which missing ones have size 1."""
-    dimensions = len(fields[0])
-    neutral = (1, 1, 1, 1, 0, 1)  # input_size, output_size, kernel, stride, padding, dilation
-    numbers = [n for field, unit in zip(fields, neutral, strict=True) for n in (*[unit] * (3 - dimensions), *field)]
-    return (c_int64 * 18)(*numbers)
+def _geometry(*fields: list[int]) -> object:
+    return (c_int64 * 18)(*in_three_dimensions(*fields))
 
 
 def window_encode(

@@ -19,6 +19,16 @@ def window_bits(kernel: Sequence[int]) -> int:
     return max(1, (math.prod(kernel) - 1).bit_length())
 
 
+def in_three_dimensions(*sizes: list[int]) -> list[int]:
+    """Returns the 18 numbers of a pooling as ``native/window.cpp`` takes them; in a missing dimension nothing happens.
+
+    Args:
+        sizes: input_size, output_size, kernel, stride, padding and dilation, one entry per spatial dimension.
+    """
+    neutral = (1, 1, 1, 1, 0, 1)
+    return [n for size, unit in zip(sizes, neutral, strict=True) for n in (*[unit] * (3 - len(size)), *size)]
+
+
 def _packed_and_count(
     indices: Tensor, inner: int, input_size: list[int], output_size: list[int], kernel: list[int], *_: object
 ) -> tuple[Tensor, Tensor]:
