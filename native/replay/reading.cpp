@@ -671,6 +671,7 @@ PyObject* unpack(Packed* packed) {
     if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
     if (!session.is_unpacked && is_in_backward() && !at::GradMode::is_enabled()) call(session.begin_backward.get());
     if (packed->delegate != nullptr) return call(session.read.get(), packed->delegate).release();
+    const Unheard unheard;  // what makes a value again is no call of the program, which may look at what is saved in its pass
     const Locked locked(session.lock.get());
     tell(packed);
     if (packed->modified >= 0) raise_modified(packed, packed->modified);

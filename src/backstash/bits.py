@@ -17,8 +17,13 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def row_major_bytes(x: Tensor) -> Tensor:
-    """The elements of ``x`` in row-major order, as uint8 [numel * itemsize]; of a DTensor those of this rank."""
+    """The elements of ``x`` in row-major order, as uint8 [numel * itemsize]; of a DTensor those of this rank.
+
+    Of a quantized tensor they are integers, without the scale.
+    """
     x = x.detach()
     if hasattr(x, "to_local"):
         x = x.to_local()
+    if x.is_quantized:
+        x = x.int_repr()
     return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

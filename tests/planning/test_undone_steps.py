@@ -545,6 +545,95 @@ def test_an_iterator_of_the_program_is_put_back() -> None:
     assert batches.position == 0
 
 
+def _memoised(kind: str) -> Callable[[int], Tensor]:
+    if kind == "method":
+
+        class Drawing:
+            @functools.lru_cache(maxsize=4)  # noqa: B019
+            def numbers(self, count: int) -> Tensor:
+                return torch.randn(count)
+
+        return Drawing().numbers
+    cached = functools.cache if kind == "cache" else functools.lru_cache(maxsize=2)
+    return cached(torch.randn) if kind == "of torch's" else cached(lambda count: torch.randn(count))
+
+
+@pytest.mark.parametrize("kind", ["cache", "lru_cache", "method", "of torch's"])
+def test_what_a_function_remembers_is_drawn_again(kind: str) -> None:
+    found = []
+    for is_profiled in (False, True):
+        model, drawn = network(), _memoised(kind)
+
+        def step(model: nn.Module = model, drawn: Callable[[int], Tensor] = drawn) -> Tensor:
+            loss = (model(X) * drawn(4)).square().sum()
+            loss.backward()
+            return loss
+
+        if is_profiled:
+            bs.profile(lambda: step() and None, model)
+        found.append([step().item() for _ in range(3)])
+    assert found[0] == found[1]
+
+
+def test_what_is_added_to_what_a_function_remembers_is_told() -> None:
+    model, drawn, sizes = network(), functools.cache(torch.randn), iter(range(4, 100))
+
+    def step() -> None:
+        model(X).sum().backward()
+        drawn(next(sizes))
+
+    drawn(3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        bs.profile(step, model)
+    assert any("adds to what functools caches of drawn" in str(each.message) for each in told)
+
+
+ODD: dict[str, Callable[[], Tensor]] = {
+    "COO": lambda: torch.eye(300).to_sparse(),
+    "CSR": lambda: torch.eye(300).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(300, 300), 0.1, 0, torch.qint8),
+    "per channel": lambda: torch.quantize_per_channel(
+        torch.randn(9, 9), torch.ones(9), torch.zeros(9), 0, torch.quint8
+    ),
+    "meta": lambda: torch.empty(300, 300, device="meta"),
+    "meta parameter": lambda: nn.Parameter(torch.empty(300, 300, device="meta")),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(3, 50), torch.randn(5, 50)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(3, 5), torch.randn(5, 5)], layout=torch.jagged),
+    "in oneDNN's layout": lambda: torch.randn(30, 30).to_mkldnn(),
+    "conjugated": lambda: torch.randn(30, 30, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+def test_any_kind_of_tensor_may_be_reached(kind: str) -> None:
+    model, held = network(), [ODD[kind]()]
+
+    def step() -> None:
+        assert held
+        model(X).sum().backward()
+
+    assert bs.profile(step, model).plain_peak_nbytes > 0
+
+
+def test_gradients_may_be_sparse() -> None:
+    """Those of an embedding, of which rows are told; they are held as what they take."""
+    model = nn.Sequential(nn.EmbeddingBag(1000, 32, sparse=True), network())
+    optimizer, words = torch.optim.SparseAdam(model[0].parameters()), torch.randint(1000, (16, 9))
+
+    def step() -> None:
+        model.zero_grad()
+        model(words).sum().backward()
+        optimizer.step()
+
+    step()
+    before = frozen([model.state_dict(), optimizer.state_dict()])
+    profile = bs.profile(step, model)
+    assert frozen([model.state_dict(), optimizer.state_dict()]) == before
+    assert profile.held_nbytes < 2 * 1000 * 32 * 4
+
+
 def test_large_data_that_a_step_changes_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reached, "MOST_DATA", 0)
     model, data, counts = network(), torch.randn(500, 32), np.zeros(5000)

@@ -1,4 +1,4 @@
-"""Kernels that the interpreter calls by itself: the planes and the bits of the codec's own way, and what they refuse."""
+"""Kernels that the interpreter calls by itself: planes and bits as the codecs make them, and what is refused."""
 
 from __future__ import annotations
 

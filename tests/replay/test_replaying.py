@@ -22,7 +22,7 @@ from backstash.codecs import Minifloat, Zvc
 from backstash.errors import DamagedPlanesError, RecomputedDifferentlyError, SavedTensorModifiedError
 from backstash.ops.cpu import library
 from backstash.planning.search.planner import Planner
-from backstash.policies import Action, Keep, Policy, Stash
+from backstash.policies import Action, Keep, Policy, Recompute, Stash
 from backstash.redeem import accumulation, exclusive, linear, table
 from backstash.remake.remaking import REPEAT
 from backstash.replay import recorder, replaying
@@ -903,3 +903,61 @@ def test_inputs_of_large_layers_are_claimed_in_settled_and_idle_steps_too(
     assert twin.session._is_replayed or twin.session._forward.is_idle
     found = [counted(least) for least in (64 * 64 * 4, 64 * 96 * 4, 1 << 24)]
     assert found == [3, 2, 0], "of the second layer both matrices are read"
+
+
+def _look_at_all(loss: Tensor) -> int:
+    """Reads all that the nodes behind a loss have saved, as who draws a graph does, and returns how many that were."""
+    waiting, seen, found = [loss.grad_fn], set(), 0
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                found += isinstance(getattr(node, name), Tensor)
+    return found
+
+
+class Transforming(nn.Module):
+    """Values that are made again from such as are made again themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (64, 128, 128, 64)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for size in sizes[1:])
+        self.looks: Callable[[Tensor], object] = lambda loss: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the squares, at which somebody may look before the pass is over."""
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(F.gelu(layer(x)))
+        loss = x.square().mean()
+        self.looks(loss)
+        return F.silu(loss)
+
+
+REMADE = policies.Rules((("*", Recompute(Keep(), any_producer=True)),), otherwise=policies.get("keep"))
+
+
+@pytest.mark.parametrize(
+    ("network", "policy"), [(Transforming, "lossless"), (Transforming, REMADE), (Block, "lossless")]
+)
+def test_a_known_pass_may_be_looked_at_before_it_is_over(network: type[nn.Module], policy: Any) -> None:
+    torch.manual_seed(0)
+    twin = Twin(network(), policy, min_nbytes=0)
+    x = torch.randn(32, 64) if network is Transforming else images()
+    twin.settle(x)
+    found: list[int] = []
+    for looks in (lambda loss: found.append(_look_at_all(loss)), lambda loss: None) * 2:
+        if network is Transforming:
+            twin.change(lambda model, looks=looks: setattr(model, "looks", looks))  # type: ignore[misc]
+        else:
+            act = lambda y, looks=looks: (looks(y), F.relu(y))[1]  # noqa: E731
+            twin.change(lambda model, act=act: setattr(model, "act", act))  # type: ignore[misc]
+        twin.step(x)
+        twin.step(x)
+    assert found and min(found) > 3
+    assert twin.session._is_replayed, twin.passes.refusal

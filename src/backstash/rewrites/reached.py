@@ -46,6 +46,8 @@ _STATEFUL = ("torch.optim.", "torch.amp.", "torch.cuda.amp.")
 _ALIVE = (threading.Thread, Queue, types.ModuleType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
+_CACHING = type(functools.lru_cache(len))
+
 _MISSING = object()
 
 
@@ -108,7 +110,7 @@ class _Numbers:
 
     def keep(self) -> None:
         """Copies the numbers."""
-        if self.copy is None and self.x.layout is torch.strided:
+        if self.copy is None and _is_dense(self.x):
             self.copy = self.x.detach().clone()
 
     def restore(self) -> None:
@@ -125,7 +127,7 @@ class _Numbers:
 
     def is_lost(self) -> bool:
         """Whether it has changed and was not copied."""
-        return self.copy is None and self.x._version != self.version
+        return self.copy is None and not self.x.is_meta and self.x._version != self.version
 
 
 class Reached:
@@ -145,6 +147,7 @@ class Reached:
         self._arrays: list[tuple[Any, str, Any, int]] = []
         self._generators: list[tuple[Callable[[Any], None], Any]] = []
         self._iterators: list[tuple[Any, str, Any]] = []
+        self._caches: list[tuple[Any, str, Any]] = []
         self._weights: set[tuple[Any, torch.dtype]] = {(x.shape, x.dtype) for x in self._known.values()}
         self._data_nbytes = 0
         for root in roots:
@@ -174,6 +177,9 @@ class Reached:
         """Puts everything back."""
         for content in self._contents:
             content.undo()
+        for cache, _, before in self._caches:
+            if not before.currsize and cache.cache_info().currsize:
+                cache.cache_clear()
         self._restore(lambda each: True)
         for each in self._tensors:
             if each.is_leaf and each.x.grad is not each.gradient:
@@ -199,6 +205,10 @@ class Reached:
         """How the step reaches the iterators from which it has taken something, as far as they tell."""
         moved = [path for iterator, path, before in self._iterators if _progress(iterator) != before]
         return list(dict.fromkeys(moved))  # an iterator and those that it takes its items from have one path
+
+    def filled(self) -> list[str]:
+        """How the step reaches the caches of functions to which it has added something, where there was something."""
+        return [path for cache, path, was in self._caches if was.currsize and cache.cache_info().misses != was.misses]
 
     def before_step_of(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: what it remembers is copied, if it was not yet."""
@@ -232,6 +242,8 @@ class Reached:
 
     def _is_state(self, x: Tensor) -> bool:
         """Whether a tensor's numbers are copied: those of weights, of averages of their shape, and of little data."""
+        if not _is_dense(x):
+            return False
         if x.nbytes <= SMALL or (x.is_leaf and x.requires_grad) or (x.shape, x.dtype) in self._weights:
             return True
         self._data_nbytes += x.nbytes
@@ -247,6 +259,8 @@ class Reached:
             self._generators.append(_state_of(found))
         elif isinstance(found, types.FunctionType):
             self._enter_function(found, path)
+        elif isinstance(found, _CACHING):
+            self._enter_cache(found, path)
         elif isinstance(found, types.MethodType):
             self._add(found.__func__, path)
             self._add(found.__self__, path.rpartition(".")[0] or path)
@@ -302,6 +316,13 @@ class Reached:
             else:
                 self._add(value, name)
 
+    def _enter_cache(self, cache: Any, path: str) -> None:
+        """What functools.lru_cache and its like make of a function."""
+        inner = cache.__wrapped__
+        if not isinstance(inner, types.FunctionType) or _is_of_program(inner):
+            self._caches.append((cache, path, cache.cache_info()))
+            self._add(inner, path)
+
     def _enter_module(self, module: types.ModuleType, names: Iterable[str]) -> None:
         """A module of the program, of which only names in the code are reached."""
         if _top(module.__name__) in _LIBRARIES or _is_installed(getattr(module, "__file__", None)):
@@ -320,7 +341,7 @@ class Reached:
             data = {}
             for name, value in vars(each).items():
                 inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-                if isinstance(inner, types.FunctionType):
+                if isinstance(inner, (types.FunctionType, _CACHING)):
                     self._add(inner, f"{path}.{name}")
                 elif not hasattr(type(value), "__get__") and not (name.startswith("__") and name.endswith("__")):
                     data[name] = value
@@ -557,7 +578,12 @@ def restore_memory(x: Tensor, memory: Tensor) -> None:
         x.data = memory
 
 
+def _is_dense(x: Tensor) -> bool:
+    """Whether a tensor has numbers in one piece of memory, so that they can be copied and put back."""
+    return x.layout is torch.strided and not (x.is_nested or x.is_meta or x.is_quantized)
+
+
 def _where(x: Tensor) -> tuple[Any, ...]:
-    is_dense = type(x) in PLAIN and x.layout is torch.strided
+    is_dense = type(x) in PLAIN and _is_dense(x)
     with no_torch_function():  # a Session takes it for code that may change the memory unseen
         return (x.shape, x.dtype, x.stride(), x.data_ptr()) if is_dense else ()

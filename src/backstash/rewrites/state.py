@@ -149,6 +149,10 @@ class StepState:
         """How the step reaches iterators from which it has taken something, as far as they tell."""
         return self._reached.consumed()
 
+    def filled(self) -> list[str]:
+        """How the step reaches caches of functions to which it has added something, where there was something."""
+        return self._reached.filled()
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
         with no_torch_function():
             self._reached.before_step_of(optimizer)

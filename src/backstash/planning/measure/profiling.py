@@ -293,6 +293,13 @@ def _undone(step: Callable[[], object], models: list[nn.Module], waits: bool, is
             f"back: the training misses them. Take the batch before the step, and have the step use it.",
             stacklevel=4,
         )
+    if is_told and state.filled():
+        warnings.warn(
+            f"profile was asked to undo a step, but it adds to what functools caches of {_some(state.filled())}, which "
+            f"cannot be taken out again: the training finds it there. If that draws random numbers, profile before the "
+            f"first step, or call cache_clear() before.",
+            stacklevel=4,
+        )
 
 
 def _require_undoable(state: StepState) -> None:
@@ -482,7 +489,7 @@ def profile_of(
         Position(each.name or "let go", module_of.get(number, ""), each.is_backward, times[number])
         for number, each in enumerate(line.positions)
     )
-    resident = sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for m in models for p in m.parameters())
+    resident = sum(_nbytes(p) + _nbytes(p.grad) for m in models for p in m.parameters())
     return StepProfile(
         positions,
         tuple(max(each) for each in moments),
@@ -497,6 +504,15 @@ def profile_of(
         directory="" if link is None else link.directory,
         moments=tuple(moments),
     )
+
+
+def _nbytes(x: torch.Tensor | None) -> int:
+    """Bytes of a parameter or a gradient, which may be sparse."""
+    if x is None or x.is_meta:
+        return 0
+    if x.layout is torch.sparse_coo:
+        return int(x._indices().nbytes + x._values().nbytes)
+    return int(x.nbytes)
 
 
 def _remade(
