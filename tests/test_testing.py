@@ -25,6 +25,14 @@ def test_equal_bits() -> None:
     assert equal_bits(conjugated, torch.tensor([1 - 2j]))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_equal_bits_of_quantized_tensors() -> None:
+    """Their integers are compared, of whose memory torch's own comparison dies."""
+    x = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
+    assert equal_bits(x, x.clone())
+    assert not equal_bits(x, torch.quantize_per_tensor(-torch.arange(4.0), 0.5, 0, torch.qint8))
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -355,8 +355,10 @@ def test_a_program_that_knows_nothing_of_it_is_treated(monkeypatch: pytest.Monke
         torch.compile(net, mode="max-autotune-no-cudagraphs", options=None)
         torch.compile(net, backend="eager")
         torch.compile(net, options={"custom_partitioner_fn": None})
+        torch.compile(net, mode="reduce-overhead", options={"epilogue_fusion": False})
     assert torch.compile is recorded
-    first, second, other, own = seen
+    first, second, other, own, refused = seen
+    assert refused == {"backend": "inductor", "mode": "reduce-overhead", "options": {"epilogue_fusion": False}}
     assert patched.options is not None
     partitioner = patched.options["custom_partitioner_fn"]
     assert first["options"]["custom_partitioner_fn"] is second["options"]["custom_partitioner_fn"] is partitioner

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from backstash import session as session_module
 from backstash.capture import modules
-from backstash.errors import BatchTooLargeError, BudgetError, PlanError
+from backstash.errors import BatchTooLargeError, BudgetError, MeasureError, PlanError
 from backstash.planning.measure.profiling import profile_of
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
@@ -441,7 +441,7 @@ def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatc
         return replace(above, moments=tuple(moments))
 
     monkeypatch.setattr(course, "profile_of", profile_with_more)
-    session = Budgeted("40%", min_nbytes=1024)
+    session = Budgeted("60%", min_nbytes=1024)
     assert_same([16] * 12, session)
     assert len(profiles) == 2
     assert session.found.plan is not None and 0 < session.found.reached_nbytes <= session.found.budget_nbytes
@@ -536,6 +536,37 @@ def test_the_leanest_plan_is_tried_where_none_leaves_the_room_that_the_first_lac
     (bucket,) = session.buckets
     assert found.plan is not None and found.plan.peak_nbytes == bucket.planner.at_most(0).peak_nbytes
     session.close()
+
+
+def test_a_plan_above_the_budget_is_told_from_one_that_keeps_it() -> None:
+    """Before a budget is refused a step runs under the leanest plan, which may reach less than it predicts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4000, bias=False))
+    session, said = hurried("70%"), []
+    with pytest.raises(BatchTooLargeError):
+        for _ in range(60):
+            with session:
+                loss = nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(4000, (32,)))
+            loss.backward()
+            said.append(str(session.found))
+    (tried,) = {each for each in said if each.startswith("budget ")}
+    assert "(above the budget)" in tried and "no plan keeps it: the smallest budget that fits is" in tried
+    session.close()
+
+
+def test_a_step_that_cannot_be_profiled_runs_under_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose backward pass is compiled, in which no node of autograd runs."""
+
+    def no_profile(*args: Any) -> StepProfile:
+        raise MeasureError("no autograd node ran in it")
+
+    monkeypatch.setattr(course, "profile_of", no_profile)
+    session = hurried("60%")
+    with pytest.warns(UserWarning, match=r"but no autograd node runs .* The policy is lossless now"):
+        assert_same([16] * 12, session)
+    assert "as with compiled autograd" in session.found.trouble
+    session.close()
+    assert_nothing_is_left()
 
 
 def test_no_plan_is_searched_for_below_what_is_there_whatever_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

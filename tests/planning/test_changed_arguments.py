@@ -66,6 +66,14 @@ def test_a_bound_that_changes_after_the_profile(name: str, is_guarded: bool) -> 
         assert all(map(equal_bits, model.step(bound, session), plain)), bound
 
 
+def test_it_is_said_that_a_value_is_read_otherwise() -> None:
+    """And not that there was none like it."""
+    model = Bounded("clamp")
+    session = bs.Session(plan_of(model), model=model, min_nbytes=0)
+    with pytest.warns(UserWarning, match="but backward reads more of it than in the profiled step, or compares it"):
+        model.step(0.9, session)
+
+
 @pytest.mark.filterwarnings("ignore:the plan")
 def test_a_bound_that_is_annealed_within_a_budget() -> None:
     model = Bounded("clamp")

@@ -119,6 +119,24 @@ def test_training_goes_on_where_its_thread_changes(moved: int, then: str) -> Non
         assert_nothing_is_left(session, [here, first, second])
 
 
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_thread_that_trains_by_itself_is_not_the_loop_s(is_called: bool) -> None:
+    """The Session of the thread that is inside sees nothing of what another one saves, so it refuses no budget."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+    given, session = torch.randn(64, 64), Budgeted("10%", min_nbytes=1024)
+
+    def train() -> None:
+        for _ in range(STEPS):
+            y = model(given) if is_called else (given @ model[0].weight.t()).relu()
+            y.square().mean().backward()
+
+    with session:
+        in_thread(train)
+    assert session.found.plan is None and not session.found.trouble
+    assert_nothing_is_left(session, [here])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("seed", range(6))
 def test_threads_at_random(seed: int) -> None:

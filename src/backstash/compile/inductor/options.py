@@ -170,6 +170,8 @@ def patch_compile(policy: str | Policy = "lossless", **settings: Any) -> Iterato
     patched, original = Patched(), torch.compile
 
     def compile_treated(*args: Any, backend: Any = "inductor", **keywords: Any) -> Any:
+        if keywords.get("mode") is not None and keywords.get("options") is not None:
+            return original(*args, backend=backend, **keywords)  # which refuses the pair
         given = dict(keywords.get("options") or {})
         if backend == "inductor" and "custom_partitioner_fn" not in given and not keywords.get("disable"):
             if patched.options is None:

@@ -33,6 +33,9 @@ SMALLEST = 16 << 10
 TRIFLE = 0.005
 """The share of the predicted peak that values may take together of which the plan knows nothing, without a word."""
 
+READ_OTHERWISE = "backward reads more of it than in the profiled step, or compares it with another bound"
+"""Why a plan has nothing to say of a value that looks like the one it knows."""
+
 STAGING = 16 << 20
 """Bytes of memory through which a plan's disk store writes. It is held before the step, and is not in its peak."""
 
@@ -202,19 +205,19 @@ class Plan(Policy):
             )
         return (
             f"{asked}, but {len(self._unknown)} of them are not those of its profile (the first is "
-            f"{next(iter(self._unknown))!r}): shapes or branches are others. What the plan says of their names is done "
-            f"where it can be, else what the policy lossless says, so gradients are right and the budget may not be "
-            f"kept. Pass replan='auto' to the Session."
+            f"{next(iter(self._unknown))!r}): shapes or branches are others, or what is read of them. What the "
+            f"plan says of their names is done where it can be, else what the policy lossless says, so gradients are "
+            f"right and the budget may not be kept. Pass replan='auto' to the Session."
         )
 
-    def _meet_unknown(self, saved: SavedTensor) -> None:
+    def _meet_unknown(self, saved: SavedTensor, reason: str) -> None:
         """Notes a value that the profiled step did not have, and warns when these are no trifles together any more."""
         before = sum(self._unknown.values())
         now = before + (0 if saved.key in self._unknown else saved.spec.nbytes)
         self._unknown.setdefault(saved.key, saved.spec.nbytes)
         if before <= TRIFLE * self.peak_nbytes < now:
             warnings.warn(
-                f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but knows no such value. "
+                f"the plan {self.fingerprint} was asked for {saved.key!r} ({saved.spec}), but {reason}. "
                 f"What the plan says of its name is done if it can be, else what the policy lossless says, as with "
                 f"others like it (plan.unknown): gradients are right, the budget may not be kept. Budgeted, or "
                 f"Session(plan, replan='auto'), plans for such a step when it comes again.",
@@ -231,7 +234,8 @@ class Plan(Policy):
             return Keep("the plan is empty, because the plain step fits")
         is_other = saved.key in self._others or first_life_of(saved.key) in self._others
         if saved.need is not Need.SHAPE and not is_other:  # a plan lets go of what is a shape
-            self._meet_unknown(saved)
+            is_same = decision is not None and decision.spec == str(saved.spec)
+            self._meet_unknown(saved, READ_OTHERWISE if is_same else "knows no such value")
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
         if decision is None and saved.need is not Need.SHAPE and is_other:

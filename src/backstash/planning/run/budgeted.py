@@ -230,6 +230,14 @@ class Budgeted(Following):
 
     __exit__ = leaving.Exit()
 
+    def begin_backward(self, tensors: Any) -> None:
+        """A backward pass begins: the program's, unless another thread than the one that is inside trains by itself."""
+        is_elsewhere = self._is_inside and self._thread != threading.get_ident()
+        if is_elsewhere and not self._calls_modules:
+            self._is_own = False
+        else:
+            super().begin_backward(tensors)
+
     def end_backward(self) -> None:
         """A backward pass has ended."""
         super().end_backward()

@@ -50,7 +50,7 @@ from typing import Any, Literal, Protocol
 
 import torch.distributed
 
-from backstash.errors import BatchTooLargeError, BudgetError
+from backstash.errors import BatchTooLargeError, BudgetError, MeasureError
 from backstash.planning.measure.events import Event
 from backstash.planning.measure.link import Link
 from backstash.planning.measure.probing import Probe
@@ -461,7 +461,11 @@ class Course:
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
             self._wait_under(None if is_first else before)
-        profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
+        try:
+            profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
+        except MeasureError:
+            self.give_up("no autograd node runs in its backward passes, as with compiled autograd")
+            return
         profile = self._with_others(profile)
         if owner.of == "reserved" and not owner.unused_nbytes:
             owner.unused_nbytes = max(0, reserved_by(line.changes).reserved_nbytes - kept)
@@ -629,6 +633,9 @@ class Course:
                         continue
                     refusal, plan = error, planner.at_most(0)  # which may reach less than it predicts
             self._use(plan, budget)
+            if refusal is not None:
+                why = f"no plan keeps it: the smallest budget that fits is {size(refusal.smallest_nbytes)}"
+                bucket.found = replace(bucket.found, trouble=why)
             owner.has_planned = refusal is None or not is_first  # it is a trial
             if not (yield from self._count()):
                 if refusal is not None:
@@ -641,6 +648,7 @@ class Course:
             over = bucket.found.reached_nbytes - budget
             if over <= 0:
                 owner.has_planned = True
+                bucket.is_over |= refusal is not None
                 self._take_as_kept()
                 return
             if refusal is not None:

@@ -62,7 +62,8 @@ class Within:
             )
         plain = f" (plain {amount(self.plain_nbytes)})" if self.plain_nbytes else ""
         parts = [f"budget {amount(self.budget_nbytes)}{plain}"]
-        parts.append(f"planned {amount(self.planned_nbytes)}")
+        over = " (above the budget)" if self.planned_nbytes > self.budget_nbytes else ""
+        parts.append(f"planned {amount(self.planned_nbytes)}{over}")
         if self.reached_nbytes:
             over = " (above the budget)" if self.reached_nbytes > self.budget_nbytes else ""
             holes = f", {amount(self.fragmented_nbytes)} of it fragmented" if self.fragmented_nbytes else ""
