@@ -125,11 +125,20 @@ def test_a_thread_that_trains_by_itself_is_not_the_loop_s(is_called: bool) -> No
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
     given, session = torch.randn(64, 64), Budgeted("10%", min_nbytes=1024)
+    session.is_hurried = True
 
     def train() -> None:
-        for _ in range(STEPS):
+        for number in range(2 * STEPS):
             y = model(given) if is_called else (given @ model[0].weight.t()).relu()
-            y.square().mean().backward()
+            if number == 3:
+                y.register_hook(fail)
+                with pytest.raises(KeyError, match="of the program"):
+                    y.square().mean().backward()
+            else:
+                y.square().mean().backward()
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("of the program")
 
     with session:
         in_thread(train)

@@ -230,16 +230,20 @@ class Budgeted(Following):
 
     __exit__ = leaving.Exit()
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether another thread than the one that is inside asks, and trains by itself for all that is known."""
+        return self._is_inside and not self._calls_modules and self._thread != threading.get_ident()
+
     def begin_backward(self, tensors: Any) -> None:
-        """A backward pass begins: the program's, unless another thread than the one that is inside trains by itself."""
-        is_elsewhere = self._is_inside and self._thread != threading.get_ident()
-        if is_elsewhere and not self._calls_modules:
-            self._is_own = False
-        else:
+        """A backward pass begins."""
+        if not self._is_elsewhere:
             super().begin_backward(tensors)
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
+        if self._is_elsewhere:
+            return
         super().end_backward()
         if self._is_own and self._is_new and self._calls_modules is None:
             self._calls_modules = False
@@ -344,6 +348,8 @@ class Budgeted(Following):
 
     def fail_backward(self) -> None:
         """A backward pass has raised."""
+        if self._is_elsewhere:
+            return
         super().fail_backward()
         self._hear_again()
         error = sys.exception()

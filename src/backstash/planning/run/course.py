@@ -648,7 +648,8 @@ class Course:
             over = bucket.found.reached_nbytes - budget
             if over <= 0:
                 owner.has_planned = True
-                bucket.is_over |= refusal is not None
+                if refusal is not None:
+                    bucket.found = replace(bucket.found, trouble="")
                 self._take_as_kept()
                 return
             if refusal is not None:
