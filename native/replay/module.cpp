@@ -396,7 +396,8 @@ PyObject* planes_of(PyObject*, PyObject* packed) {
         return Py_BuildValue("(OOO)", slot->bits_of->mask.get(), bits.get(), Py_True);
     }
     if (slot->state != State::stored || slot->value.zvc) Py_RETURN_NONE;  // no reader takes the planes of zvc
-    const Object planes = slot->value.kernel ? wrapped(slot->planes) : slot->encoded;
+    const auto& kernel = slot->value.kernel;
+    const Object planes = kernel ? call(kernel->encoded.get(), wrapped(slot->planes).get()) : slot->encoded;
     return Py_BuildValue("(OOO)", slot->value.ways.get(), planes.get(), Py_False);
     END_HANDLE_TH_ERRORS
 }

@@ -191,7 +191,7 @@ Value value_of(PyObject* object) {
         if (PyBytes_AsStringAndSize(how.get(), &bytes, &size) != 0) throw python_error();
         value.kernel = {reinterpret_cast<BsEncodePlanes*>(of.bits("encode")),
                         reinterpret_cast<BsDecodePlanes*>(of.bits("decode")), std::string(bytes, static_cast<size_t>(size)),
-                        of.integer("nbytes")};
+                        of.integer("nbytes"), of.object("encoded")};
     }
     if (const Object zvc = read.object("zvc"); !zvc.is_none()) {
         const Reader of(zvc.get());

@@ -144,6 +144,7 @@ struct PlaneKernel {
     BsDecodePlanes* decode;
     std::string how;
     int64_t nbytes;
+    Object encoded;  // makes what readers of planes are given
 };
 
 // What becomes of a value.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +49,10 @@ def _kernel(name: str, how: bytes, nbytes: int, encoded: Callable[[Tensor], Enco
     return PlaneKernel(encode, decode, how, nbytes, encoded)
 
 
+def _one_plane(codec: base.Codec, spec: TensorSpec, name: str, **meta: int) -> Callable[[Tensor], Encoded]:
+    return lambda planes: Encoded(codec.id, spec, {name: planes}, meta)
+
+
 def _bitmask(codec: Bitmask, spec: TensorSpec, dtype: torch.dtype) -> PlaneKernel | None:
     mask = codec.mask
     if mask.ternary or mask.nan:
@@ -58,7 +61,7 @@ def _bitmask(codec: Bitmask, spec: TensorSpec, dtype: torch.dtype) -> PlaneKerne
     if_set, if_clear = (scalar_bits(value, math.copysign(1.0, value), dtype) for value in values)
     lo, hi = rounded(mask.lo, spec.dtype), rounded(mask.hi, spec.dtype)
     how = struct.pack("@iiddqQQ", FLOATS[spec.dtype], mask.test.code, lo, hi, dtype.itemsize, if_set, if_clear)
-    return _kernel("bitmask", how, codec.nbytes_bound(spec), lambda planes: Encoded(codec.id, spec, {"mask": planes}))
+    return _kernel("bitmask", how, codec.nbytes_bound(spec), _one_plane(codec, spec, "mask"))
 
 
 def _binary(codec: Binary, spec: TensorSpec, dtype: torch.dtype) -> PlaneKernel | None:
@@ -75,17 +78,13 @@ def _narrow(codec: Narrow, spec: TensorSpec, dtype: torch.dtype) -> PlaneKernel 
     if codec.window is None:
         if spec.dtype is not torch.bool:
             return None
-        return _kernel("bools", b"", nbytes, partial(_packed, codec, spec, {"bits": 1, "base": 0}))
+        return _kernel("bools", b"", nbytes, _one_plane(codec, spec, "packed", bits=1, base=0))
     if len(codec.window.kernel) > 3:
         return None
     inner, *sizes = codec.geometry(spec)
     bits = window_bits(codec.window.kernel)
     how = struct.pack("@20q", inner, bits, *in_three_dimensions(*sizes))
-    return _kernel("window", how, nbytes, partial(_packed, codec, spec, {"bits": bits}))
-
-
-def _packed(codec: Narrow, spec: TensorSpec, meta: dict[str, Any], planes: Tensor) -> Encoded:
-    return Encoded(codec.id, spec, {"packed": planes}, meta)
+    return _kernel("window", how, nbytes, _one_plane(codec, spec, "packed", bits=bits))
 
 
 _KERNELS: dict[type, Callable[[Any, TensorSpec, torch.dtype], PlaneKernel | None]] = {

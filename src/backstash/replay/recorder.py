@@ -40,7 +40,6 @@ from backstash.replay.program import (
     KnownCall,
     NotedCall,
     OnePassTree,
-    PlaneKernel,
     ReplayedInput,
     Save,
     SaveKind,
@@ -76,7 +75,6 @@ class Ways:
         facts: about the value.
         nbytes: of its planes, as the policy was told last.
         store: the name of the store that they are put into; None where they stay on the device.
-        kernel: by which the interpreter encodes it; None where Python does.
     """
 
     codec: base.Codec
@@ -85,7 +83,6 @@ class Ways:
     facts: SavedTensor
     nbytes: int
     store: str | None
-    kernel: PlaneKernel | None = None
 
 
 @dataclass(slots=True)
@@ -562,7 +559,7 @@ class _Writer:
         value.decoded = TensorSpec(spec.shape, spec.stride, dtype, spec.device, spec.numel * dtype.itemsize)
         if is_moved:
             return
-        value.ways.kernel = value.kernel = kernel_of(codec, spec, dtype)
+        value.kernel = kernel_of(codec, spec, dtype)
         is_told = self._policy.observes_changes and not self._policy.is_fixed  # of other bytes than before
         value.zvc = None if is_told else zvc_planes(codec, spec)
 

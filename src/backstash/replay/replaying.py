@@ -598,13 +598,10 @@ class Replayed:
         read = base.direct(codec, form)
         if read is None:
             return None
-        encoded: Encoded = stored
         if isinstance(stored, Form):
-            encoded = native.fetch(self.packed)
-        elif is_mask:
-            encoded = Encoded(codec.id, spec, {"mask": stored})
-        elif isinstance(stored, Tensor):
-            encoded = how.kernel.encoded(stored)
+            encoded: Encoded = native.fetch(self.packed)
+        else:
+            encoded = Encoded(codec.id, spec, {"mask": stored}) if is_mask else stored
         found = read(encoded)
         return found if isinstance(found, form) else None
 

@@ -24,7 +24,8 @@ CHOICES = ("auto", "reference")
 INTERFACE = 3
 """The number of the interface that the bindings beside this file expect (``native/isa.cpp``).
 
-A library that was built before a signature has changed has every function, and would read arguments in wrong places.
+A library that was built before a signature has changed has every function, and would read arguments in wrong places;
+and one may lack a function of which the interpreter of scripts asks the address.
 """
 
 HUGE_FROM = 4 << 20

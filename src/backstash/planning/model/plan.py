@@ -33,9 +33,6 @@ SMALLEST = 16 << 10
 TRIFLE = 0.005
 """The share of the predicted peak that values may take together of which the plan knows nothing, without a word."""
 
-READ_OTHERWISE = "backward reads more of it than in the profiled step, or compares it with another bound"
-"""Why a plan has nothing to say of a value that looks like the one it knows."""
-
 STAGING = 16 << 20
 """Bytes of memory through which a plan's disk store writes. It is held before the step, and is not in its peak."""
 
@@ -234,8 +231,10 @@ class Plan(Policy):
             return Keep("the plan is empty, because the plain step fits")
         is_other = saved.key in self._others or first_life_of(saved.key) in self._others
         if saved.need is not Need.SHAPE and not is_other:  # a plan lets go of what is a shape
-            is_same = decision is not None and decision.spec == str(saved.spec)
-            self._meet_unknown(saved, READ_OTHERWISE if is_same else "knows no such value")
+            reason = "knows no such value"
+            if decision is not None and decision.spec == str(saved.spec):
+                reason = "backward reads more of it than in the profiled step, or compares it with another bound"
+            self._meet_unknown(saved, reason)
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
         if decision is None and saved.need is not Need.SHAPE and is_other:

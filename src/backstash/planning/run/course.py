@@ -461,12 +461,10 @@ class Course:
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
             self._wait_under(None if is_first else before)
-        try:
-            profile = profile_of(line, surveys[-1], kept, self._seconds, [], owner.device, owner.link, squares)
-        except MeasureError:
+        profile = self._profile_of(line, surveys[-1], kept, self._seconds, squares)
+        if profile is None:
             self.give_up("no autograd node runs in its backward passes, as with compiled autograd")
             return
-        profile = self._with_others(profile)
         if owner.of == "reserved" and not owner.unused_nbytes:
             owner.unused_nbytes = max(0, reserved_by(line.changes).reserved_nbytes - kept)
         plain_nbytes = kept + owner.spared() + owner.unused_nbytes
@@ -475,11 +473,21 @@ class Course:
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
 
-    def _with_others(self, profile: StepProfile) -> StepProfile:
-        """The profile, with what a plan is asked about beside its values: all else that the recorded step saved."""
+    def _profile_of(
+        self, line: Timeline, survey: Survey, kept: int, seconds: float, squares: dict[str, float] | None = None
+    ) -> StepProfile | None:
+        """The profile of the recorded step, with what a plan is asked about beside its values: all else that was saved.
+
+        None where no autograd node runs in its backward pass.
+        """
+        owner = self._owner
+        try:
+            profile = profile_of(line, survey, kept, seconds, [], owner.device, owner.link, squares)
+        except MeasureError:
+            return None
         planned = {value.key for value in profile.values}
         others = tuple(key for key in self._recorded if key not in planned)
-        return replace(profile, others=others, cycles=self._owner.forwards)
+        return replace(profile, others=others, cycles=owner.forwards)
 
     def _record_for_others(self) -> Waiting:
         """Records one step of a shape from which the profiles of others may follow (Note: [new shapes] in buckets.py).
@@ -512,8 +520,9 @@ class Course:
         line = yield from self._read(lines[0])
         kept = max(position.most_nbytes for position in line.positions)
         seconds = owner.buckets.recorded_share * sum(position.seconds for position in line.positions)
-        profile = profile_of(line, surveys[-1], kept, seconds, [], owner.device, owner.link)
-        profile = self._with_others(profile)
+        profile = self._profile_of(line, surveys[-1], kept, seconds)
+        if profile is None:
+            return
         bucket.surveys += 1
         plain_nbytes = kept + owner.spared() + owner.unused_nbytes
         bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=seconds)
