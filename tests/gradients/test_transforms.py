@@ -1,5 +1,7 @@
 """torch.func inside a Session: its hooks step aside, and everything around is stored as ever."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,43 @@ def test_hooks_of_the_program_are_refused_as_in_plain_torch():
     with bs.Session("lossless", model=model), torch.autograd.graph.save_on_cpu():
         with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
             grad(lambda at: model(at).sum())(x)
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, hessian, lambda f: lambda at: vjp(f, at)[1](torch.ones(()))[0]])
+@pytest.mark.parametrize("opened", [lambda: bs.Session("lossless", min_nbytes=64), lambda: bs.Budgeted("1GiB")])
+def test_a_session_is_opened_inside_a_transform(transform, opened):
+    model, at = network(), torch.randn(32)
+    wanted = transform(lambda row: model(row).square().sum())(at)
+    session = opened()
+
+    def loss_of(row):
+        with session:
+            return model(row).square().sum()
+
+    for _ in range(STEPS):
+        assert torch.equal(transform(loss_of)(at), wanted)
+    assert saved_tensor_hooks(True) is None
+
+
+def test_a_session_is_opened_where_hooks_are_switched_off():
+    model, x = network(), torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    before = torch._C._autograd._saved_tensors_hooks_disable
+    session = bs.Session("lossless", model=model, min_nbytes=64)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        with session:
+            first = model(x).square().mean()
+        with pytest.raises(RuntimeError, match="none here"), torch.autograd.graph.save_on_cpu():
+            pass
+    with contextlib.ExitStack() as stack:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            stack.enter_context(session)
+        assert saved_tensor_hooks(True) is not None  # they follow
+        second = model(x).square().mean()
+    assert session.report().rows
+    slopes = [torch.autograd.grad(loss, list(model.parameters())) for loss in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(*slopes, strict=True))
+    assert saved_tensor_hooks(True) is None
+    assert torch._C._autograd._saved_tensors_hooks_disable is before
 
 
 def test_inside_a_compiled_function():

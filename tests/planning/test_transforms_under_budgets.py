@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 import backstash as bs
 from backstash.planning.run import course
@@ -76,3 +76,71 @@ def test_transforms_in_steps_with_a_budget(way: str, is_around: bool, monkeypatc
 
     expected, found = trains(nullcontext()), trains(bs.Budgeted("1GiB"))
     assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
+
+
+def _pulled_back(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    value, back = vjp(f, x)
+    made: Tensor = back(torch.ones_like(value))[0]
+    return made
+
+
+FIRST: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: grad(f)(x),
+    "vjp": _pulled_back,
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "hessian": lambda f, x: hessian(f)(x[0]).sum(0),
+    "jvp": lambda f, x: jvp(f, (x,), (x,))[1],
+    "vmap": lambda f, x: vmap(f)(x).unsqueeze(1),
+}
+"""Transforms inside of which a step calls its first module. The first four switch saved-tensor hooks off."""
+
+
+@pytest.mark.cases(12)
+@pytest.mark.parametrize("is_around", [False, True])
+@pytest.mark.parametrize("name", list(FIRST))
+def test_a_step_begins_with_a_module_inside_a_transform(
+    name: str, is_around: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "PLAIN_STEPS", 2)
+
+    def trains(budget: AbstractContextManager[Any]) -> list[Tensor]:
+        around, each = (budget, nullcontext()) if is_around else (nullcontext(), budget)
+        torch.manual_seed(0)
+        model, found = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with around:
+            for step in range(STEPS):
+                x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+                with each:
+                    slope = FIRST[name](lambda part: model[0](part).tanh().sum(), x)
+                    loss = model(x + 0.1 * slope).sin().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+        return [*found, *(weight.detach().clone() for weight in model.parameters())]
+
+    budget = bs.Budgeted("1GiB")
+    expected, found = trains(nullcontext()), trains(budget)
+    assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
+    assert budget.found.plan is not None
+    assert budget.found.reached_nbytes <= budget.found.plain_nbytes
+
+
+def test_steps_whose_modules_all_run_inside_a_transform_have_no_plan_and_plain_bits() -> None:
+    def trains(budget: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)), []
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        for step in range(STEPS):
+            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+            with budget:
+                slopes = grad(lambda own, x=x: functional_call(model, own, (x,)).square().mean())(weights)
+            weights = {name: weight - 0.01 * slopes[name] for name, weight in weights.items()}
+            found.append(weights["0.weight"])
+        return found
+
+    budget = bs.Budgeted("1GiB")
+    expected, found = trains(nullcontext()), trains(budget)
+    assert all(x.equal(y) for x, y in zip(expected, found, strict=True))
+    assert budget.found.plan is None

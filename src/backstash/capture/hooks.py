@@ -14,6 +14,7 @@ from backstash.torch_internals import (
     count_function_modes,
     current_function_mode,
     function_modes,
+    hooks_are_enabled,
     in_backward,
     pop_function_mode,
     pop_saved_tensor_hooks,
@@ -47,8 +48,9 @@ class Hooks:
         self._modules, self._regions = of_modules, None if of_functions is None else of_functions.ran
 
     def install(self) -> None:
-        """Install everything."""
-        push_saved_tensor_hooks(self._pack, self._unpack)
+        """Install everything; where saved-tensor hooks are switched off, these follow when they are on again."""
+        if hooks_are_enabled():
+            self.step_back()
         transforms.admit(self)
         checkpoints.admit(self, self._pack)
         self.observe()

@@ -7,7 +7,7 @@ Note: [transforms]
     tensors: torch.jit.trace, make_fx, torch.export. Some transforms, such as ``grad``, ``vjp`` and ``jacrev``, do not
     run at all where saved-tensor hooks are installed: they switch hooks off, and torch refuses that where there are
     any. So the two functions that switch hooks off and on are replaced as long as a Session is open on any thread, and
-    a Session's hooks step aside in between.
+    a Session's hooks step aside in between. A Session that is opened in between begins so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from backstash.torch_internals import replace_switches_of_hooks, switches_of_hooks
+from backstash.torch_internals import hooks_are_enabled, replace_switches_of_hooks, switches_of_hooks
 
 
 class InstalledHooks(Protocol):
@@ -35,8 +35,8 @@ _open: set[InstalledHooks] = set()
 
 
 def admit(hooks: InstalledHooks) -> None:
-    """Have the hooks of this thread step aside for transforms."""
-    _active.hooks, _active.aside = hooks, False
+    """Have the hooks of this thread step aside for transforms; they are not there yet where one has begun already."""
+    _active.hooks, _active.aside = hooks, not hooks_are_enabled()
     with _lock:
         _open.add(hooks)
         replace_switches_of_hooks(switch_off, switch_on)

@@ -57,6 +57,7 @@ from backstash.stash.ledger import Report
 from backstash.torch_internals import (
     current_function_mode,
     hide_from_dynamo,
+    hooks_are_enabled,
     in_backward,
     is_inside_compiled,
     is_traced,
@@ -437,8 +438,8 @@ class Budgeted(Following):
     def _before_module(self, module: nn.Module, args: Any) -> None:
         """Note: [between steps]."""
         is_asked = (self._is_new or self._calls_modules is False) and self._thread == threading.get_ident()
-        if not is_asked or not torch.is_grad_enabled() or in_backward():
-            return
+        if not is_asked or not torch.is_grad_enabled() or in_backward() or not hooks_are_enabled():
+            return  # what runs while hooks are switched off is in no Session (Note: [transforms] in transforms.py)
         if may_compile() and is_inside_compiled():
             return
         signature = signature_of(args) or signature_of(keywords_of_call(module))
