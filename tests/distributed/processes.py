@@ -31,7 +31,9 @@ EXACT = ("lossless", "keep")
 LOSSY = ("gist_fp8", "quantized")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "backstash"])
+_context.set_forkserver_preload(  # dynamo is imported with the first operation of a DTensor, which takes a second
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "backstash", __name__]
+)
 
 Make = Callable[[], tuple[nn.Module, Callable[[int], Tensor]]]
 """Builds a model and the forward pass of a step, which returns the loss."""
