@@ -461,9 +461,9 @@ class Session:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
         # Where something was compiled it would be compiled once more for the hooks of an idle Session.
         saved_nbytes, freed_nbytes, compiled_any = step.saved_nbytes, step.freed_nbytes, has_compiled()
-        has_no_use = encoder.is_fixed and not freed_nbytes and not compiled_any
+        has_no_use = encoder.is_fixed and not freed_nbytes
         is_equal = counted == known.counted
-        does_nothing = (encoder.only_keep or has_no_use) and not encoder.is_looking
+        does_nothing = (encoder.only_keep or has_no_use) and not encoder.is_looking and not compiled_any
         known.end_step(counted, does_nothing, saved_nbytes, freed_nbytes)
         if self._stops_if_useless and counted[0] and not compiled_any:
             known.worth.end_step(is_equal, step)

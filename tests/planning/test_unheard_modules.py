@@ -194,6 +194,20 @@ def test_a_compiled_module_that_is_called_by_keyword(compiles: str, is_broken: b
     assert ours[2] <= 2 * max(plain[2], 1)
 
 
+def test_an_empty_plan_has_nothing_compiled_again() -> None:
+    torch._dynamo.reset()
+    loss_of, model = module("aot_eager")
+    session, graphs = budget(), []
+    for _ in range(2 * STEPS):
+        with session:
+            loss = loss_of(torch.randn(64, 64))
+        loss.backward()
+        model.zero_grad()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert session.found.plan is not None and session.found.plan.is_empty
+    assert graphs == graphs[:1] * len(graphs)
+
+
 def test_no_step_that_is_timed_alone_is_said_to_save_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(course, "PLAIN_STEPS", 3)
     program, session, notes = Functional(), Budgeted("70%", min_nbytes=0), set()
