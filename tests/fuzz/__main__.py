@@ -66,7 +66,6 @@ def _supervise(campaign: _Campaign, options: argparse.Namespace, policy: Policy 
     end = time.monotonic() + 60 * options.minutes
     state = campaign.folder / "state.pickle"
     gc.collect()
-    gc.freeze()
     try:
         while time.monotonic() < end and campaign.programs != options.programs:
             status = _in_child(lambda: campaign.run_all(options, policy, end, state))  # noqa: B023
@@ -78,8 +77,6 @@ def _supervise(campaign: _Campaign, options: argparse.Namespace, policy: Policy 
             campaign.note_crash(generate_by(options, options.seed + campaign.programs), os.WTERMSIG(status))
     except KeyboardInterrupt:
         print("interrupted")
-    finally:
-        gc.unfreeze()
     return campaign
 
 
@@ -88,6 +85,7 @@ def _in_child(function: Callable[[], None]) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # a program's garbage is looked for again and again, and what was there before is not among it
         exit_code = 1
         try:
             function()

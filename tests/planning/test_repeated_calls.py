@@ -174,3 +174,63 @@ def test_a_proven_call_is_noted_by_its_pattern_unless_it_differs(
 
     assert step() == everything
     assert step(**options) == expected
+
+
+class Squares(nn.Module):
+    """A model whose own operations are those of the loss: their values have the path of the model, which is empty."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList((nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape [:, width]."""
+        for layer in self.layers[:-1]:
+            x = layer(x).pow(2)
+        made: Tensor = self.layers[-1](x)
+        return made
+
+
+class Around(nn.Module):
+    """Calls a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the model returns."""
+        made: Tensor = self.model(x)
+        return made
+
+
+@pytest.mark.parametrize("width", [8, 32, 128])  # 32: a value of the loss is as large as one of the model
+@pytest.mark.parametrize("passes", [1, 2])
+def test_values_of_the_model_and_of_the_loss_have_keys_of_their_own(width: int, passes: int) -> None:
+    found = []
+    for around in (lambda model: model, Around):
+        model, x = around(Squares(width)), torch.randn(512, 16)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> None:
+            for _ in range(passes):
+                model(x).pow(2).mean().backward()
+
+        profiled = profile(step, model, min_nbytes=1024)
+        with pytest.raises(BudgetError) as refused:
+            Planner(profiled).plan(1)
+        plan = Planner(profiled).plan(refused.value.smallest_nbytes)
+        session = Session(plan, min_nbytes=1024)
+
+        def planned(model: nn.Module = model, x: Tensor = x, session: Session = session) -> None:
+            for _ in range(passes):
+                with session:
+                    loss = model(x).pow(2).mean()
+                loss.backward()
+
+        for _ in range(3):
+            planned()
+        assert plan.unknown == ()
+        found.append((profiled.plain_peak_nbytes, len(profiled.values), refused.value.smallest_nbytes))
+    assert found[0] == found[1]
+    assert found[0][1] >= 3 * passes

@@ -13,7 +13,8 @@ Note: [calls apart]
     gradient accumulation, or where two models train each other. All these calls save tensors of the same path, op and
     number. A plan has to know which is which, because each of them is alive at another time. So a policy may ask for
     keys that tell them apart: the path of a module's second call is ``path@2``, and in the second pass of a step
-    ``path+1``. Where a step begins is known if each ``with`` is a step, or each of them a pass, or if the number of
+    ``path+1``. The model's own path is empty, as is that of what runs outside of modules, so their nodes are counted
+    together. Where a step begins is known if each ``with`` is a step, or each of them a pass, or if the number of
     passes is known.
 
 Note: [modules of known passes]
@@ -256,13 +257,16 @@ class Names:
         return found is not None and found[0]() is module
 
     def _begin_call(self, path: str, module: int, is_recording: bool) -> None:
-        label = path
-        if self._cycles is not None:  # Note: [calls apart]
-            if is_recording:  # else nothing is saved
-                self._calls[path] += 1
-            call = self._calls[path]
-            label = f"{path}{f'@{call}' if call > 1 else ''}{self.frames[0].label}"
-        self.frames.append(Frame(path, label, module))
+        if self._cycles is None:
+            self.frames.append(Frame(path, path, module))
+            return
+        if is_recording:  # else nothing is saved
+            self._calls[path] += 1
+        call, outside = self._calls[path], self.frames[0]
+        frame = Frame(path, f"{path}{f'@{call}' if call > 1 else ''}{outside.label}", module)
+        if frame.label == outside.label:
+            frame.counts = outside.counts
+        self.frames.append(frame)
 
     def note_calls(self, saves: Callable[[], int]) -> None:
         """Notes module calls from now on.
@@ -374,7 +378,7 @@ class Names:
         self._cycle = cycle
         self._calls.clear()
         outside = self.frames[0]
-        outside.counts.clear()
+        outside.counts = {}  # the model, if it is running, goes on counting
         outside.label = f"+{cycle}" if cycle and self._cycles is not None else ""
 
     def leave_all(self) -> None:
