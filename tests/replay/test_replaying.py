@@ -426,6 +426,31 @@ def test_a_graph_without_backward_is_dropped(twin: Twin) -> None:
     twin.step(images())
 
 
+def test_bytes_of_graphs_that_are_kept_over_steps_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that go the long way alone share the account of the step that was written down, whose graph is there."""
+    monkeypatch.setattr(learned, "EQUAL_PASSES", 0)
+    convolution, x = nn.Conv2d(4, 4, 3, padding=1), torch.randn(2, 4, 6, 8, requires_grad=True)
+    optimizer = torch.optim.SGD([x, *convolution.parameters()], lr=0.1)
+    session = Session("lossless", min_nbytes=0, stop_if_useless=False)
+    losses, replayed = [], 0
+    for _ in range(5):
+        optimizer.zero_grad()
+        with session:
+            first = x.clone()
+            second = F.relu_(convolution(first))
+            losses.append(torch.maximum(first, second).square().mean())
+        replayed += session._is_replayed
+        losses[-1].backward(retain_graph=True)
+        with torch.no_grad():
+            convolution.bias.add_(0.5)
+        optimizer.step()
+        del first, second
+    assert replayed
+    losses.clear()
+    gc.collect()
+    assert (session._live.saved, session._live.nbytes, session._live.remade_nbytes) == (0, 0, 0)
+
+
 def test_thousands_of_steps_hold_nothing() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())

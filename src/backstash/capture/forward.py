@@ -422,13 +422,12 @@ class Forward:
             nbytes = storage.nbytes()
             account = self._account_of_shape(facts, storage) if self._shapes else None
             account = account or self.step.open(facts, nbytes, "kept")
-            account.stash_nbytes, account.codec = nbytes, "kept"
-            account.reason = "held by the program, kept by reference"
-            self._live.add(nbytes)
+            account.codec, account.reason = "kept", "held by the program, kept by reference"
             if row is not None:
                 account.is_of_region = True
                 row[0].holds(row[1], account)
             value = Value(storage, account, self._live, place)
+            value.take(nbytes)
             self._pending.add(value)
             if self.is_timing:
                 place.made_seconds = self._made_in.get(cdata, 0.0)

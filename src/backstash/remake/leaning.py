@@ -121,7 +121,5 @@ def _store_instead(value: Value, encoder: Encoder) -> None:
         encoder.release(value, readers, facts, label, form.ticket.nbytes, note, started, store)
         return
     hold_dense(value, whole)
-    live.add(-value.account.device_nbytes)
-    value.account.stash_nbytes, value.account.store = whole.untyped_storage().nbytes(), "device"
-    live.add(value.account.device_nbytes)
+    value.take(whole.untyped_storage().nbytes())
     encoder.keep(value, facts, f"the program could change what it is made from; {reason}")

@@ -106,10 +106,8 @@ def thaw(value: Value) -> None:
     whole = dense(value, False, False).detach()
     value.hold(None)
     value.live.buffers.part_with(whole)
+    value.take(whole.untyped_storage().nbytes())
     account = value.account
-    value.live.add(-account.device_nbytes)
-    account.stash_nbytes, account.store = whole.untyped_storage().nbytes(), "device"
-    value.live.add(account.device_nbytes)
     account.codec, account.reason = "kept", "a backward pass that has a graph of its own holds it"
     hold_dense(value, whole)
     if not is_whole or value.state.errors:

@@ -140,11 +140,8 @@ class Drafted:
         value = None if self._value is None else self._value()
         if value is None:
             return None
-        account = value.account
-        before = account.device_nbytes
-        account.stash_nbytes, account.store = form.ticket.nbytes, "device"
-        value.live.add(account.device_nbytes - before)
-        return account
+        value.take(form.ticket.nbytes)
+        return value.account
 
 
 def expect_whole(captured: graphs.Capture, draft: Draft, looked: Looked, number: int, key: str) -> None:

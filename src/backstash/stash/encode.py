@@ -271,12 +271,11 @@ class Encoder:
         """Let go of the dense data, which is stored in another form now."""
         for saved in fresh:
             saved.dense = None
-        account, live = value.account, value.live
-        before = account.device_nbytes
-        account.stash_nbytes, account.codec, account.reason, account.store = nbytes, codec, note, store
-        live.add(account.device_nbytes - before)
+        value.take(nbytes, store)
+        account = value.account
+        account.codec, account.reason = codec, note
         if facts.need is Need.VALUE and not value.state.shares:
-            live.will_need(account.saved_nbytes)
+            value.live.will_need(account.saved_nbytes)
         account.encode_seconds += time.perf_counter() - started
         if not self.is_fixed:
             self._tell(value, Outcome(facts, codec, nbytes))

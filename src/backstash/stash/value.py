@@ -178,6 +178,7 @@ class Value:
         content: what the storage held when it was saved, and how that was made; None where it is not known.
         dependents: what is remade from it.
         facts: those that it was decided on with; None before that.
+        held_nbytes: bytes of it in the running totals; an account goes on to later values.
         live: the running totals.
         members: the saved tensors that view it.
         place: where in the model it was saved first.
@@ -192,6 +193,7 @@ class Value:
         "content",
         "dependents",
         "facts",
+        "held_nbytes",
         "live",
         "members",
         "place",
@@ -208,6 +210,14 @@ class Value:
         self.reads, self.dependents = Reads(), Dependents()
         self.content: Content | None = None
         self.facts: SavedTensor | None = None
+        self.held_nbytes = 0
+
+    def take(self, nbytes: int, store: str = "device") -> None:
+        """So many bytes are held of it now, in that store."""
+        self.account.stash_nbytes, self.account.store = nbytes, store
+        more = self.account.device_nbytes - self.held_nbytes
+        self.held_nbytes += more
+        self.live.add(more)
 
     @property
     def key(self) -> str:
@@ -270,9 +280,8 @@ class Value:
         remade = 0 if made is None else made.untyped_storage().nbytes()
         if not self.is_dense:
             self.live.buffers.forget(self.state)
-        nbytes = self.account.device_nbytes
-        if nbytes or remade:
-            self.live.lose(nbytes=nbytes, remade_nbytes=remade)
+        if self.held_nbytes or remade:
+            self.live.lose(nbytes=self.held_nbytes, remade_nbytes=remade)
 
 
 class Origin:
