@@ -31,7 +31,7 @@ EXACT = ("lossless", "keep")
 LOSSY = ("gist_fp8", "quantized")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(  # dynamo is imported with the first operation of a DTensor, which takes a second
+_context.set_forkserver_preload(  # else the first operation of a DTensor imports Dynamo in each process
     ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "backstash", __name__]
 )
 

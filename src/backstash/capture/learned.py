@@ -209,7 +209,8 @@ class Learned:
 
         Args:
             counted: how many tensors it has saved, and their bytes.
-            does_nothing: whether the policy is fixed and has said Keep of all of them, or nothing became smaller.
+            does_nothing: whether the policy is fixed and has said Keep of all of them, or nothing became smaller, and
+                nothing was compiled.
             saved_nbytes: bytes of all values that it has saved, without parameters.
             freed_nbytes: bytes that plain PyTorch would have held, and the Session has not.
         """

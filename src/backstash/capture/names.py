@@ -85,7 +85,10 @@ class ModuleEvent(NamedTuple):
 
 
 class CallCounts(NamedTuple):
-    """What names count: calls of modules by their paths, and nodes outside of modules by the names of their ops."""
+    """What names count: calls of modules by their paths, and by the names of their ops nodes outside of modules.
+
+    Those of the model itself are among the latter where keys tell calls apart.
+    """
 
     calls: Counter[str]
     outside: dict[Any, int]
