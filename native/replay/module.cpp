@@ -149,12 +149,12 @@ PyObject* replayer_unpack(PyObject* self, PyObject* packed) {
 PyObject* replayer_call(PyObject* self, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(number == 3 && PyTuple_CheckExact(args[1]), "call takes a function, a tuple and a dict");
+    PyObject* kwargs = args[2] == Py_None ? nullptr : args[2];
     if (replayer_of(self).run == nullptr) {
-        touch_later(replayer_of(self), args[0], args[1], args[2]);
+        if (concerns_nobody(replayer_of(self), args[0], args[1], kwargs)) return PyObject_Call(args[0], args[1], kwargs);
         const Object otherwise = replayer_of(self).otherwise;
         return call(otherwise.get(), args[0], args[1], args[2]).release();
     }
-    PyObject* kwargs = args[2] == Py_None ? nullptr : args[2];
     return call_function(replayer_of(self), args[0], args[1], kwargs);
     END_HANDLE_TH_ERRORS
 }
@@ -201,9 +201,13 @@ PyObject* handle_torch_function(PyObject*, PyObject* const* args, Py_ssize_t num
     END_HANDLE_TH_ERRORS
 }
 
-PyObject* replayer_watch(PyObject* self, PyObject* otherwise) {
-    replayer_of(self).otherwise = Object(otherwise);
+PyObject* replayer_watch(PyObject* self, PyObject* const* args, Py_ssize_t number) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(number == 2, "watch takes who watches, and whether the long way rests");
+    replayer_of(self).otherwise = Object(args[0]);
+    replayer_of(self).rests = args[1] == Py_True;
     Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
 }
 
 PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t number) {
@@ -330,7 +334,8 @@ PyMethodDef replayer_methods[] = {
      "Calls a torch function of a pass in progress, or has it watched on the long way."},
     {"begin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_begin)), METH_FASTCALL,
      "A forward pass begins that is to go as a script says."},
-    {"watch", replayer_watch, METH_O, "Takes what watches functions where no pass is in progress."},
+    {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(replayer_watch)), METH_FASTCALL,
+     "Takes what watches functions where no pass is in progress, and whether some concern nobody then."},
     {"end", replayer_end, METH_O, "It has ended."},
     {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
     {"stop_soon", replayer_stop_soon, METH_NOARGS, "It does when it saves something again."},

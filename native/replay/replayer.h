@@ -12,6 +12,7 @@ struct Replayer {
     std::shared_ptr<std::vector<Taken>> taken;  // in the latest one
     Object kinds;                    // of functions: see replaying._number_of
     Object otherwise;                // watches functions on the long way
+    bool rests;                      // no value on the long way waits, or is made again from what may change
     std::shared_ptr<Run> ending;     // the pass of which Python is being told that it ends
 };
 
@@ -28,8 +29,9 @@ PyObject* read(PyObject* reading, PyObject* packed);  // see held.Reading
 
 PyObject* pack(Replayer& replayer, PyObject* object);
 PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
-// Outside of a pass: what is made again from memory that the function may change, or hands on, is held again.
-void touch_later(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
+// Outside of a pass: what is made again from memory that the function may change, or hands on, is held again. Whether the
+// long way need not hear of the call: Note: [between passes] in replay/replaying.py.
+bool concerns_nobody(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
 void break_run(Replayer& replayer);
 void end_run(Replayer& replayer, bool is_left);
 

@@ -677,7 +677,7 @@ void touch(Session& session, Run* run, const at::Tensor& x, bool is_unseen) {
         if (each.is_known && each.storage._unsafe_get_target() == storage) each.is_bad = true;
 }
 
-enum Kinds : long { EFFECT = 7, CHEAP = 8, MAY_DRAW = 16, INPLACE_AT = 32 };
+enum Kinds : long { EFFECT = 7, CHEAP = 8, MAY_DRAW = 16, IS_ATTRIBUTE = 32, INPLACE_AT = 64 };
 enum Effect : long { NONE = 0, CHANGES = 1, CHANGES_STATISTICS = 2, CHANGES_SELF = 3, ESCAPES = 4 };
 
 bool is_set(PyObject* flag) { return flag != nullptr && flag != Py_None && flag != Py_False; }
@@ -850,20 +850,24 @@ void end_run(Replayer& replayer, bool is_left) {
     tell_end(replayer, run, !is_whole, false);
 }
 
-void touch_later(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs) {
+bool concerns_nobody(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs) {
     Session& session = *replayer.session;
-    if (session.leaning.empty() || has_transform()) return;
-    if (kwargs != nullptr && (kwargs == Py_None || PyDict_Size(kwargs) == 0)) kwargs = nullptr;
+    if ((session.leaning.empty() && !replayer.rests) || has_transform()) return false;
     const long kind = kind_of(replayer, function).value_or(ESCAPES);
-    const long effect = kind < 0 ? NONE : effect_of(kind, args, kwargs);
-    if (effect == NONE) return;
+    if (kind < 0) return false;  // it begins a backward pass
+    const bool rests = replayer.rests && (kind & IS_ATTRIBUTE || !at::GradMode::is_enabled());
+    const long effect = effect_of(kind, args, kwargs);
+    if (effect == NONE) return rests;
     const Locked locked(session.lock.get());
-    touch_all(session, nullptr, effect, args, kwargs);
+    const bool is_known = touch_all(session, nullptr, effect, args, kwargs);
+    return rests && is_known && (effect == CHANGES || effect == CHANGES_SELF);
 }
 
 PyObject* pack(Replayer& replayer, PyObject* object) {
-    if (replayer.run == nullptr || is_in_backward() || has_transform())
+    if (replayer.run == nullptr || is_in_backward() || has_transform()) {
+        replayer.rests = false;
         return call(replayer.session->take_in.get(), object).release();
+    }
     const std::shared_ptr<Run> run = replayer.run;
     const auto on_the_long_way = [&] {
         {
@@ -903,7 +907,10 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     if (has_transform() || run->in_call) return PyObject_Call(function, args, kwargs);
     const std::optional<long> known = kind_of(replayer, function);
     if (!known.has_value()) {
-        touch_later(replayer, function, args, kwargs);
+        {
+            const Locked locked(run->session->lock.get());
+            touch_all(*run->session, nullptr, ESCAPES, args, kwargs);
+        }
         break_run(replayer);
         return otherwise();
     }

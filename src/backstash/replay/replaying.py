@@ -21,6 +21,13 @@ Note: [functions in Python]
     its own, that one asks the interpreter; anything else it leaves to torch's. A pass that ends on one thread puts
     torch's back for all, and those of other threads go on with it.
 
+Note: [between passes]
+    Behind a known pass come the gradients' norm, an optimizer's step, an evaluation: thousands of calls in grad mode off,
+    for networks of many weights. While no value waits to be looked at on the long way, and none there is to be made again
+    from memory that may change, such a call concerns nobody unless it hands memory on, or writes to it without a new
+    version. So the interpreter calls the function, until autograd saves something again. The same holds for reading and
+    setting attributes, as ``grad`` is set to None by an optimizer.
+
 Note: [moves]
     A value that goes to another store is a Form there, as on the long way, and the same prefetcher is told of it and of
     all that backward reads. So values that a script moves and those that went the long way alone come back in one
@@ -37,6 +44,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import GetSetDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,7 +188,7 @@ class Replaying:
     def watch(self, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """What watches torch functions: the interpreter, and ``otherwise`` on the long way."""
         self._otherwise = otherwise
-        self._native.watch(self._first_on_the_long_way)
+        self._native.watch(self._first_on_the_long_way, False)
         watch: Callable[..., Any] = self._native.call
         return watch
 
@@ -203,7 +211,7 @@ class Replaying:
                 learned.since += 1
                 learned.runs += 1
                 learned.step.begin_again()
-                self._native.watch(self._first_on_the_long_way)
+                self._native.watch(self._first_on_the_long_way, False)
                 self._running = learned.script
                 leaning = self._tape.leaning
                 self._native.begin(learned.read, number, others_nbytes, bool(leaning.by_storage) and leaning.prune())
@@ -343,7 +351,7 @@ class Replaying:
         session = self._session()
         if session is not None:
             session.prepare(self._forward.step)
-        self._native.watch(self._otherwise)
+        self._native.watch(self._otherwise, not (self._forward._pending.is_waiting or self._tape.leaning))
         return self._otherwise(func, args, kwargs)
 
     def _rare(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -692,6 +700,16 @@ def _leave_settings(context: Any) -> None:
     context.__exit__(None, None, None)
 
 
+_VIEWS = frozenset({"H", "T", "imag", "mH", "mT", "real"})
+"""Attributes of a tensor that are operations, whose results may be made again."""
+
+
+def _is_attribute(function: Any) -> bool:
+    """Whether a function reads or sets an attribute of a tensor, which autograd does not record."""
+    attribute = getattr(function, "__self__", None)
+    return isinstance(attribute, GetSetDescriptorType) and attribute.__name__ not in _VIEWS
+
+
 def _number_of(function: Any) -> int | None:
     """What the interpreter knows of a function, as one number; None where the long way has to know."""
     try:
@@ -703,8 +721,8 @@ def _number_of(function: Any) -> int | None:
     if kind.is_backward or kind.differentiates:
         return -1
     position = inplace_position(function)
-    number = kind.effect.value + 8 * kind.is_cheap + 16 * repeatable.may_draw(function)
-    return number + 32 * (0 if position is None else position + 1)
+    number = kind.effect.value + 8 * kind.is_cheap + 16 * repeatable.may_draw(function) + 32 * _is_attribute(function)
+    return number + 64 * (0 if position is None else position + 1)
 
 
 _CALLBACKS: dict[str, Callable[..., Any]] = {

@@ -61,6 +61,11 @@ class Pending:
         reference = self._values.get(cdata)
         return None if reference is None else reference()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any value is pending of which the graph still lives."""
+        return any(reference() is not None for reference in self._values.values())
+
     def add(self, value: Value) -> None:
         """Queue a value that was saved just now."""
         self._values[value.waiting.cdata] = reference = weakref.ref(value)
