@@ -57,13 +57,19 @@ _MASKS = [
 
 def _compare_kept(where: str, keeps: Callable[[Mask], bool], original: Tensor, got: Tensor) -> None:
     x, y = original.detach(), got
+    if equal_bits(x, y):
+        return
+    tested: dict[tuple[Test, float, float], Tensor] = {}
     for mask in filter(keeps, _MASKS):
-        outcomes = [passes(values, mask.test.code, mask.lo, mask.hi) for values in (x, y)]
-        different = outcomes[0] != outcomes[1]
+        test = mask.test, mask.lo, mask.hi
+        if test not in tested:
+            outcomes = [passes(values, mask.test.code, mask.lo, mask.hi) for values in (x, y)]
+            tested[test] = outcomes[0] != outcomes[1]
+        different = tested[test]
         if mask.ternary:
-            different |= (x < 0) != (y < 0)
+            different = different | ((x < 0) != (y < 0))
         if mask.nan:
-            different |= x.isnan() != y.isnan()
+            different = different | (x.isnan() != y.isnan())
         if bool(different.any()):
             fail(
                 f"{where}: keeps() promised the outcomes of {mask}",

@@ -145,9 +145,9 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> C
     others = _cost(counts[:, :2], total).sum(1) + 32 * counts[:, 1] + (16 + width) * outliers
     bits = _buckets(counts[:, 2:], far, total, np.zeros((len(counts), 1)))[0]
     best = int((bits + low * counts[:, 2:].sum(1) + others).argmin())
-    rows = np.broadcast_to(counts[best, 2:], (len(_CHARGES), end - begin))
-    _, joined = _buckets(rows, far, total, _CHARGES)
-    sums = np.append(0.0, rows[0].cumsum())
+    row = counts[best, 2:]
+    _, joined = _buckets(row[None], far, total, _CHARGES)
+    sums = np.append(0.0, row.cumsum())
     for charged in range(len(_CHARGES)):
         begins, widths = _listed([level[charged] for level in joined])
         inside = sums[begins + (1 << widths)] - sums[begins]
@@ -184,7 +184,7 @@ def _buckets(
     """Finds the buckets that take the fewest bits: of two neighbours, each level joins those that are better joined.
 
     Args:
-        counts: of each code, [rows, codes].
+        counts: of each code, [rows, codes]; of one row where only the charges differ.
         far: which codes may be in no bucket that is narrower than FAR_WIDTH.
         total: of all symbols.
         charge: bits that every bucket costs beside its elements, [rows, 1].
@@ -195,8 +195,8 @@ def _buckets(
     best = np.where(far & (counts > 0), np.inf, _cost(counts, total) + charge)
     joined: list[npt.NDArray[np.bool_]] = []
     for width in range(1, MAX_WIDTH + 1):
-        counts = counts.reshape(len(counts), -1, 2).sum(2)
-        apart = best.reshape(len(counts), -1, 2).sum(2)
+        counts = counts[:, ::2] + counts[:, 1::2]
+        apart = best[:, ::2] + best[:, 1::2]
         together = _cost(counts, total) + width * counts + charge
         if width < FAR_WIDTH:
             far = far[::2]
