@@ -45,8 +45,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SOURCES = ("fake_device.cpp", "autocast.cpp")
-FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden")
+SOURCE = HERE / "fake_device.cpp"
+FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-shared")
 COMPILER = os.environ.get("CXX", "g++")
 
 NO_COMPILER = f"the fake device is not built: there is no C++ compiler {COMPILER!r} (set CXX to another)"
@@ -58,10 +58,9 @@ def can_build() -> bool:
 
 
 def _build() -> Path:
-    """Returns the extension, which is built unless ``build/`` has one of these sources, this torch and this Python."""
+    """Returns the extension, which is built unless ``build/`` has one of this source, this torch and this Python."""
     what = hashlib.sha256(repr((torch.__version__, sys.version, FLAGS, COMPILER)).encode())
-    for source in SOURCES:
-        what.update((HERE / source).read_bytes())
+    what.update(SOURCE.read_bytes())
     folder = ROOT / "build" / "fake-device" / what.hexdigest()[:16]
     library = folder / "fake_device.so"
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,18 +76,11 @@ def _compile(folder: Path, library: Path) -> None:
     include = package / "include"
     paths = (include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"]))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    objects = [folder / f"{source}.o" for source in SOURCES]
-    compilers = [
-        subprocess.Popen([COMPILER, *FLAGS, abi, *(f"-I{path}" for path in paths), "-c", HERE / source, "-o", object_])
-        for source, object_ in zip(SOURCES, objects, strict=True)
-    ]
-    failed = [compiler.wait() for compiler in compilers]  # all of them, before any is judged
-    if any(failed):
-        raise RuntimeError("The fake device was to be compiled, but the compiler failed. Its errors are above.")
-    libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", f"-Wl,-rpath,{package / 'lib'}")
     unfinished = folder / "unfinished.so"
-    linker: list[Any] = [COMPILER, "-shared", *objects, "-o", unfinished, f"-L{package / 'lib'}", *libraries]
-    subprocess.run(linker, check=True)
+    libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", f"-Wl,-rpath,{package / 'lib'}")
+    command = [COMPILER, *FLAGS, abi, *(f"-I{path}" for path in paths), SOURCE, "-o", unfinished]
+    if subprocess.run([*command, f"-L{package / 'lib'}", *libraries]).returncode:
+        raise RuntimeError("The fake device was to be compiled, but the compiler failed. Its errors are above.")
     unfinished.rename(library)
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
+import triton.language as tl
+from triton.runtime import interpreter
 
 
 class OnDemand:
@@ -37,7 +40,19 @@ class OnDemand:
         return True
 
 
+def _interpret_from_now_on() -> None:
+    """Wraps Triton's language for its interpreter, once.
+
+    The interpreter does so for each kernel and each function that a kernel calls, and around what it has wrapped
+    before, so that each call makes the next ones slower: a third of a test's time.
+    """
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    nothing = interpreter._LangPatchScope()
+    interpreter._patch_lang = lambda function: nothing
+
+
 if __name__ == "__main__":
+    _interpret_from_now_on()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what pytest prints is not an answer
     options = ["-o", "addopts=", *(f"-pno:{plugin}" for plugin in ("terminal", "cacheprovider", "xdist"))]
