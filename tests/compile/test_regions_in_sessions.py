@@ -198,3 +198,27 @@ def test_tensors_of_somebody_else_end_a_call() -> None:
     assert not call.is_over
     assert call.next_row(torch.ones(7), "path") is None
     assert call.is_over
+
+
+def _by_position(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (4, -1))
+
+
+def _by_name(x: Tensor) -> Tensor:
+    return x.unflatten(dim=-1, sizes=(4, -1))
+
+
+@pytest.mark.parametrize("unflatten", [_by_position, _by_name])
+def test_methods_that_call_those_of_their_base_class_are_compiled(unflatten: Any) -> None:
+    def loss_of(x: Tensor) -> Tensor:
+        return unflatten(x.sin()).cos().sum()
+
+    x = torch.randn(4, 4, 16, requires_grad=True)
+    loss_of(x).backward()
+    wanted, x.grad = x.grad, None
+    torch._dynamo.reset()
+    with Session("lossless", min_nbytes=0):
+        loss = torch.compile(loss_of, backend="aot_eager", fullgraph=True)(x)
+    loss.backward()
+    assert x.grad is not None and wanted is not None
+    assert x.grad.equal(wanted)

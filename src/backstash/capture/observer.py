@@ -155,6 +155,8 @@ class Observer(TorchFunctionMode):
     ) -> Any:
         if is_dynamo_compiling() or compiler._is_compiling_flag:
             # It is traced: the compiled function saves its tensors in one op of its own.
+            if func is Tensor.unflatten:  # it calls the method of its base class, in which no compiler follows it
+                func = torch.unflatten
             return func(*args, **(kwargs or {}))
         try:
             if func not in _of_torch and not _is_of_torch(func):
