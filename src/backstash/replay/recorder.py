@@ -195,6 +195,7 @@ class Recorder:
         self.calls: list[_Call] = []
         self.refusal = ""
         self._open: _Call | None = None
+        self._left_out: list[_Call] = []  # since the last one of ``calls``
         self._by_saved: dict[int, int] = {}
         self._packed: dict[int, int] = {}  # small ones, by the id of what was packed
         self.module_events: tuple[ModuleEvent, ...] = ()
@@ -226,13 +227,20 @@ class Recorder:
         call.saves = len(self.entries) - call.first
         if call.saves:
             self._find_nodes(call, result)
-        if call.saves or call.made is not None:
-            self.calls.append(call)
         call.named.clear()
+        if not call.saves and call.made is None:
+            self._left_out.append(call)
+            return
+        # One of the same function that is left out would be taken for this one.
+        alike = [each for each in self._left_out if each.first == call.first and each.function is call.function]
+        self.calls += [*alike, call]
+        self._left_out.clear()
+        for entry in self.entries[call.first :]:
+            entry.save.call = len(self.calls) - 1
 
     def begin_save(self, x: Tensor) -> _Entry:
         """A tensor is about to be packed."""
-        save = Save(SaveKind.LOOSE, call=len(self.calls) if self._open is not None else -1)
+        save = Save(SaveKind.LOOSE, call=-1 if self._open is None else 0)  # which one, its end tells
         entry = _Entry(save, next_number=next_sequence_number())
         if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
             self.refuse("a saved tensor is of another class or layout")

@@ -5,7 +5,8 @@ Note: [settled passes]
     written down (recorder.py), and those after it run the script: what autograd saves is compared with what it saved
     then, in order, by its looks, by what else has its memory, and by the node that saves it. Each value becomes what it
     became then, when nobody else holds it any more. Where a value cannot - what would make it again was called in
-    another way, or its codec refuses it - it goes the long way alone. Where the pass itself differs, what is not
+    another way, or its codec refuses it - it goes the long way alone. If a plan is to make it again, and it is kept
+    for that reason, the script is forgotten when the pass ends: a plan's peak counts on it. Where the pass itself differs, what is not
     decided yet is given back, and the pass goes on the long way; a later one is written down anew, after twice as many
     equal passes. One in PERIOD passes goes the long way in any case, so that codecs look again and recipes are proven
     again.
@@ -22,11 +23,11 @@ Note: [functions in Python]
     torch's back for all, and those of other threads go on with it.
 
 Note: [between passes]
-    Behind a known pass come the gradients' norm, an optimizer's step, an evaluation: thousands of calls in grad mode off,
-    for networks of many weights. While no value waits to be looked at on the long way, and none there is to be made again
-    from memory that may change, such a call concerns nobody unless it hands memory on, or writes to it without a new
-    version. So the interpreter calls the function, until autograd saves something again. The same holds for reading and
-    setting attributes, as ``grad`` is set to None by an optimizer.
+    Behind a known pass come the gradients' norm, an optimizer's step, an evaluation: thousands of calls in which grad
+    mode is off, for networks of many weights. While no value waits to be looked at on the long way, and none there is
+    to be made again from memory that may change, such a call concerns nobody unless it hands memory on, or writes to it
+    without a new version. So the interpreter calls the function, until autograd saves something again. The same holds
+    for reading and setting attributes, as an optimizer sets ``grad`` to None.
 
 Note: [moves]
     A value that goes to another store is a Form there, as on the long way, and the same prefetcher is told of it and of
@@ -129,6 +130,7 @@ class Replaying:
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
         self._is_stale = False  # what the script says of a value is no longer so
+        self._exceeds = False  # what a plan makes again was kept in the pass that runs the script
         self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
         self._outermost: int | None = None  # the id of the module, in whose call a known pass is
         self._thread = 0  # of that call
@@ -376,9 +378,10 @@ class Replaying:
                 session._is_replayed = False
                 session.prepare(Step())
                 session._forward.step = Step()
-        if is_broken:
+        if is_broken or self._exceeds:
             self._learned.misses += 1
             self._learned.forget()
+            self._exceeds = False
         if in_call:
             self._forward.depth += 1
 
@@ -418,8 +421,11 @@ class Replaying:
             number = script.saves[members[0][3]].value
             self._account_for(value, script.values[number].account)
             forward._pending.decide_if_orphaned(value)
-            if value.state.form is not None and script.values[number].program is ValueFate.HOLD:
+            program = script.values[number].program
+            if value.state.form is not None and program is ValueFate.HOLD:
                 self._is_stale = True  # a codec takes it now
+            elif value.is_dense and program is ValueFate.REMAKE and self._policy.cycles is not None:
+                self._exceeds = True
 
     def _account_for(self, value: Value, account: Account) -> None:
         """Has a value that goes the long way alone go on in the account that it has in the script's step."""
