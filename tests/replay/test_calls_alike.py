@@ -1,4 +1,4 @@
-"""Calls of one function beside each other are told apart by a settled pass, also where it need not note each of them."""
+"""A settled pass tells calls of one function apart, also where it need not note each of them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_a_plan_makes_again_is_not_kept_in_silence() -> None:
     seen: list[tuple[bool, int]] = []
     for number in range(1, 8):  # it changes in each step, so no script makes the value again
         plain.temperature = other.temperature = 1.0 + number / 8
-        found = _train(other, session, 1, lambda: seen.append((session._is_replayed, session._live.peak_nbytes)))
+        found = _train(other, session, 1, lambda: seen.append((session._is_replayed, session.report().stash_nbytes)))
         assert all(x.equal(y) for x, y in zip(_train(plain, nullcontext(), 1), found, strict=True))
     assert [is_replayed for is_replayed, _ in seen].count(True) == 1
     assert seen[0][1] > seen[-1][1]
