@@ -78,7 +78,7 @@ def _compile(folder: Path, library: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     unfinished = folder / "unfinished.so"
     libraries = ("-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", f"-Wl,-rpath,{package / 'lib'}")
-    command = [COMPILER, *FLAGS, abi, *(f"-I{path}" for path in paths), SOURCE, "-o", unfinished]
+    command: list[Any] = [COMPILER, *FLAGS, abi, *(f"-I{path}" for path in paths), SOURCE, "-o", unfinished]
     if subprocess.run([*command, f"-L{package / 'lib'}", *libraries]).returncode:
         raise RuntimeError("The fake device was to be compiled, but the compiler failed. Its errors are above.")
     unfinished.rename(library)

@@ -151,7 +151,8 @@ def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone(
             else:
                 y.square().mean().backward()
             assert modules._hearing == [session._before_module]
-    assert all(len(hooks) == 1 for hooks in seen)  # the Session's own
+    # The Session's own; none in the plain step of each shape.
+    assert sorted(map(len, seen)) == [0, 0] + [1] * (len(seen) - 2)
     assert len(set(signatures[:20])) == 1
     assert len(set(signatures[20:])) == 1 and signatures[20] != signatures[19]
     session.close()

@@ -120,6 +120,10 @@ class Recording:
         self._record_operators(True)
         note("step")
 
+    def begin_plain(self) -> None:
+        """Notes that the step is over, and that a plain one begins, whose operators are recorded as well."""
+        note("plain")
+
     def end_step(self) -> None:
         """Notes that the step is over. What follows until the profiler stops is nobody's."""
         note("over")

@@ -160,6 +160,7 @@ class Timeline:
         reads: by the key of a value, the positions that read it.
         trials: by their numbers, what the trials of a survey have allocated.
         changes: the allocations and releases of the step, in their order, for a model of an allocator.
+        plain: the peak of the plain step that was recorded behind it, and the changes in it; None for none.
 
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
@@ -168,8 +169,9 @@ class Timeline:
         ends. What lies between that and the first operation of the forward pass is of neither step: the program drops
         results, the optimizer steps, a batch is loaded. Bytes count from that operation on, above what is held there
         and the gradients that were freed before it. So they may be below 0 until backward has allocated new gradients.
-        If that step is not of the kind that is asked for, another note "step" begins the next one. The note "over" ends
-        the last of them, where the profiler can only be stopped later.
+        If that step is not of the kind that is asked for, another note "step" begins the next one. The note "plain"
+        begins a plain step behind the last of them, and the note "over" ends it, where the profiler can only be stopped
+        later.
     """
 
     events: list[Any]
@@ -179,6 +181,12 @@ class Timeline:
     reads: dict[str, list[int]] = field(default_factory=dict)
     trials: dict[int, Trial] = field(default_factory=dict)
     changes: list[Allocation] = field(default_factory=list)
+    plain: tuple[int, list[Allocation]] | None = None
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes alive in the step."""
+        return max(position.most_nbytes for position in self.positions)
 
     def __post_init__(self) -> None:
         for _ in self.read(self.events):
@@ -197,7 +205,8 @@ class Timeline:
             ordered.append((event.start_time_ns, len(ordered), event, is_operation))
             yield
         ordered.sort()
-        for _, _, event, is_operation in ordered:
+        rest = iter(ordered)
+        for _, _, event, is_operation in rest:
             yield
             if event.tag == profiler_event.Allocation:
                 facts = event.extra_fields
@@ -224,6 +233,9 @@ class Timeline:
                     self._begin()
                 elif kind == "pass":  # of the step before, of which no operators are recorded
                     self.positions[-1].is_backward = noted["is_backward"]
+                elif kind == "plain":
+                    yield from self._read_plain(rest, alive)
+                    break
                 elif kind == "over":  # what comes now is the optimizer's
                     break
                 elif kind == "born":
@@ -239,6 +251,31 @@ class Timeline:
                 name = event.name.removeprefix(NODE)
                 is_backward = event.name.startswith(NODE)
                 self.positions.append(At(name, is_backward, event.duration_time_ns / 1e9, alive.nbytes))
+
+    def _read_plain(self, events: Iterator[tuple[int, int, Any, bool]], alive: Alive) -> Iterator[None]:
+        """Reads a plain step, of which the peak alone is wanted."""
+        alive.end_step()
+        step, changes = At("plain", False, 0.0, 0), []
+        for _, _, event, is_operation in events:
+            yield
+            if event.tag == profiler_event.Allocation:
+                facts = event.extra_fields
+                if facts.device.type == self.device and facts.alloc_size:
+                    alive.change(facts, step.is_backward)
+                    step.note(alive.nbytes)
+                    changes.append(Allocation(facts.ptr, max(0, facts.alloc_size)))
+            elif event.name.startswith(PREFIX):
+                kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
+                if kind == "collection":
+                    alive.is_collecting = json.loads(text)["begins"]
+                elif kind == "over":
+                    break
+            elif is_operation:
+                if alive.gradients is not None:
+                    alive.begin_step()
+                    step, changes = At("plain", False, 0.0, alive.nbytes), []
+                step.is_backward = event.name.startswith(NODE)
+        self.plain = step.most_nbytes, changes
 
     def _begin(self) -> None:
         self.positions = [At("start", False, 0.0, 0)]

@@ -265,6 +265,7 @@ class Course:
         self._is_for_others = is_for_others
         self._keeping: Session | None = None  # for that step
         self._bucket = bucket
+        self._plain_of: Bucket | None = None  # the kind of the plain step that was recorded behind the other one
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._seconds = 0.0  # of a plain step
         self._plain: list[float] = []  # times of plain steps
@@ -434,16 +435,15 @@ class Course:
         def keep() -> None:
             self._run(bucket, owner.keeping(owner.forwards))
 
-        def wait() -> None:
-            assert owner.last is not None
-            self._bucket = owner.last
+        def wait(recorded: Bucket) -> None:
+            self._bucket = recorded
             self._wait_under(None if is_first else before)
 
         lines: list[list[Event]] = []
         keep()
         self.stage = "it is tried what can be done with the values of a step"
         yield from self._try_choices(partial(Survey, owner.tries, watch, measured), is_first)
-        yield from self._record(watcher, lines, is_first, keep, wait)
+        yield from self._record(watcher, lines, is_first, keep, wait, counts_plain=True)
         if not lines and not is_first:
             if before is not None:
                 owner.go_back(bucket, before)  # which has a plan for another shape
@@ -453,7 +453,9 @@ class Course:
             return
         bucket = self._bucket
         line = yield from self._read(lines[0])
-        kept = max(position.most_nbytes for position in line.positions)
+        # Under a Session that keeps everything some readers write over what they read, so it takes less.
+        is_counted = line.plain is not None and self._plain_of is bucket
+        plain, changes = line.plain if is_counted and line.plain is not None else (line.peak_nbytes, line.changes)
         recorded = sum(position.seconds for position in line.positions)
         self._seconds = self._seconds or recorded
         owner.buckets.recorded_share = self._seconds / recorded if recorded else 1.0
@@ -461,20 +463,20 @@ class Course:
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
             self._wait_under(None if is_first else before)
-        profile = self._profile_of(line, surveys[-1], kept, self._seconds, squares)
+        profile = self._profile_of(line, surveys[-1], plain, self._seconds, squares)
         if profile is None:
             self.give_up("no autograd node runs in its backward passes, as with compiled autograd")
             return
         if owner.of == "reserved" and not owner.unused_nbytes:
-            owner.unused_nbytes = max(0, reserved_by(line.changes).reserved_nbytes - kept)
-        plain_nbytes = kept + owner.spared() + owner.unused_nbytes
+            owner.unused_nbytes = max(0, reserved_by(changes).reserved_nbytes - plain)
+        plain_nbytes = plain + owner.spared() + owner.unused_nbytes
         bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
 
     def _profile_of(
-        self, line: Timeline, survey: Survey, kept: int, seconds: float, squares: dict[str, float] | None = None
+        self, line: Timeline, survey: Survey, plain: int, seconds: float, squares: dict[str, float] | None = None
     ) -> StepProfile | None:
         """The profile of the recorded step, with what a plan is asked about beside its values: all else that was saved.
 
@@ -482,7 +484,7 @@ class Course:
         """
         owner = self._owner
         try:
-            profile = profile_of(line, survey, kept, seconds, [], owner.device, owner.link, squares)
+            profile = profile_of(line, survey, plain, seconds, [], owner.device, owner.link, squares)
         except MeasureError:
             return None
         planned = {value.key for value in profile.values}
@@ -505,10 +507,10 @@ class Course:
         def keep() -> None:
             self._keeping = owner.session_with(owner.keeping(owner.forwards))
 
-        def stop() -> None:
-            assert owner.last is not None and self._keeping is not None
+        def stop(recorded: Bucket) -> None:
+            assert self._keeping is not None
             owner.retire(self._keeping)
-            self._bucket, self._keeping = owner.last, None
+            self._bucket, self._keeping = recorded, None
 
         yield from self._record(watcher, lines, True, keep, stop)
         if self._keeping is not None:
@@ -518,7 +520,7 @@ class Course:
             return
         bucket = self._bucket
         line = yield from self._read(lines[0])
-        kept = max(position.most_nbytes for position in line.positions)
+        kept = line.peak_nbytes
         seconds = owner.buckets.recorded_share * sum(position.seconds for position in line.positions)
         profile = self._profile_of(line, surveys[-1], kept, seconds)
         if profile is None:
@@ -557,8 +559,12 @@ class Course:
             self._run(self._bucket, KeepForTiming())
             self._owner.watch(Silent())
         else:
-            self._run(self._bucket, KeepForTiming(), is_unhooked=True)
+            self._run_untimed()
         self._times = self._plain
+
+    def _run_untimed(self) -> None:
+        """From now on, the steps run without any hooks."""
+        self._run(self._bucket, KeepForTiming(), is_unhooked=True)
 
     def _wait_under(self, session: Session | None) -> None:
         """From now on, as long as there is no plan, the steps run under a Session that was in use, or as plain ones."""
@@ -827,11 +833,16 @@ class Course:
         """Proves the recipes of a plan in one step, and counts the peak of another. Returns whether it was counted."""
         bucket = self._bucket
         lines: list[list[Event]] = []
-        yield from self._record(Births, lines, proves=True)
+        session = bucket.session
+        is_plain = bucket.plan is not None and bucket.plan.is_empty and session is not None and not may_compile()
+        # A Session under an empty plan becomes idle, so its steps are plain ones.
+        yield from self._record(Births, lines, False, self._run_untimed if is_plain else lambda: None, proves=True)
+        if is_plain and session is not None:
+            self._owner.go_back(bucket, session)
         self._times = []
         if lines:
             line = yield from self._read(lines[0])
-            reached, fragmented = max(position.most_nbytes for position in line.positions), 0
+            reached, fragmented = line.peak_nbytes, 0
             if self._owner.of == "reserved":
                 taken = reserved_by(line.changes)
                 reached, fragmented = taken.reserved_nbytes, taken.fragmented_nbytes
@@ -866,8 +877,9 @@ class Course:
         lines: list[list[Event]],
         is_any: bool = False,
         prepare: Callable[[], None] = lambda: None,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[Bucket], None] | None = None,
         proves: bool = False,
+        counts_plain: bool = False,
     ) -> Waiting:
         """Records a step of this bucket, or of any, and adds it to ``lines`` (Note: [where a step begins]).
 
@@ -879,22 +891,41 @@ class Course:
             wait: is called after the recorded step. Where shares are bounded, another step runs then, because the end
                 of the profiler takes as long as some small steps.
             proves: whether a step of this bucket has to come before it, in which what is proven on first use is proven.
+            counts_plain: whether a plain step is recorded behind it.
         """
         while True:
             prepare()
-            yield from self._record_once(watcher, lines, is_any, wait, proves)
+            yield from self._record_once(watcher, lines, is_any, wait, proves, counts_plain)
             if lines or not self._owner.recording.gave_way:
                 return
             self._owner.recording.gave_way = False
             self._owner.watch(None)  # and once more when the program has profiled what it wanted to
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the last step took what those of its kind take (Note: [accumulated gradients])."""
+        owner = self._owner
+        return owner.adds_up or not owner.may_add_up or (owner.period or 1) > 1
+
+    def _record_plain(self, bucket: Bucket) -> Waiting:
+        """Records a plain step behind the one that was recorded, so that its peak is known."""
+        owner, session = self._owner, bucket.session
+        assert session is not None
+        owner.recording.begin_plain()
+        self._times = None
+        owner.use(bucket, KeepForTiming(), is_unhooked=True)
+        yield from self._step()
+        self._plain_of = bucket if owner.last is bucket and self._is_full else None
+        owner.go_back(bucket, session)
 
     def _record_once(
         self,
         watcher: Callable[[], Births],
         lines: list[list[Event]],
         is_any: bool,
-        wait: Callable[[], None] | None,
+        wait: Callable[[Bucket], None] | None,
         proves: bool,
+        counts_plain: bool,
     ) -> Waiting:
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
@@ -930,15 +961,19 @@ class Course:
             is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
             if self._is_for_others:
                 is_own = owner.last is not None and owner.buckets.helps(owner.last)
-            is_full = owner.adds_up or not owner.may_add_up or period > 1  # Note: [accumulated gradients]
+            is_full = self._is_full
             alone += is_own and not is_full
             tried, others = tried + 1, 0 if is_own else others + 1
             if is_own and (is_full or alone > MOST_ALONE):
-                recording.end_step()
                 self._spent += told.spent if isinstance(told, Survey) else 0.0
+                recorded, is_followed = owner.last, counts_plain and not may_compile()
+                assert recorded is not None
+                if is_followed:
+                    yield from self._record_plain(recorded)
+                recording.end_step()
                 if wait is not None:
-                    wait()
-                    if math.isfinite(self._share):
+                    wait(recorded)
+                    if math.isfinite(self._share) and not is_followed:
                         yield from self._step()
                 yield "safe"
                 began = clock()

@@ -1,0 +1,135 @@
+"""Shares of a budget are shares of what plain steps take, and a budget below that is never taken for one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash import Budgeted
+from backstash.errors import BudgetError
+from backstash.report.meter import CountedPeak
+
+Loss = Callable[[], Tensor]
+
+
+class Cells(nn.Module):
+    """A recurrent language model, cell by cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell, self.head = nn.Embedding(200, 64), nn.LSTMCell(64, 64), nn.Linear(64, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(x.shape[0], 64)
+        found = []
+        for step in range(x.shape[1]):
+            h, c = self.cell(self.embedding(x[:, step]), (h, c))
+            found.append(h)
+        logits: Tensor = self.head(torch.stack(found, 1)).flatten(0, 1)
+        return logits
+
+
+def cells() -> tuple[nn.Module, Loss]:
+    model, x = Cells(), torch.randint(200, (16, 25))
+    return model, lambda: F.cross_entropy(model(x[:, :-1]), x[:, 1:].flatten())
+
+
+def pictures() -> tuple[nn.Module, Loss]:
+    def block(inside: int, outside: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU())
+
+    layers = [block(3, 8), block(8, 16), nn.Dropout(0.2), nn.MaxPool2d(2), block(16, 16), nn.AdaptiveAvgPool2d(1)]
+    model, x, y = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 10)), torch.randn(8, 3, 16, 16), torch.arange(8)
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+class Recurrent(nn.Module):
+    """A gated recurrent unit, of which nothing can be made smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.GRU(32, 64, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.unit(x)[0].square().mean()
+        return found
+
+
+def recurrent() -> tuple[nn.Module, Loss]:
+    model, x = Recurrent(), torch.randn(8, 12, 32)
+    return model, lambda: model(x)
+
+
+NETWORKS = [cells, pictures, recurrent]
+
+
+def peaks_of(make: Callable[[], tuple[nn.Module, Loss]], budget: int | str | None) -> tuple[int, Budgeted | None]:
+    """The peak of a step when everything is settled, with gradients that are there already."""
+    torch.manual_seed(0)
+    model, loss_of = make()
+    session = None if budget is None else Budgeted(budget, min_nbytes=1024)
+
+    def step() -> None:
+        if session is None:
+            loss = loss_of()
+        else:
+            with session:
+                loss = loss_of()
+        loss.backward()
+        del loss
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad
+                parameter.grad.zero_()
+
+    for _ in range(20):
+        step()
+    for _ in range(100):
+        if session is None or session.is_quiet:
+            break
+        step()
+    for _ in range(12):  # until what there is nothing to do for is idle
+        step()
+    with CountedPeak() as counted:
+        step()
+    return counted.peak_nbytes, session
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("share", [0.99, 0.95, 0.92])
+@pytest.mark.parametrize("make", NETWORKS)
+def test_a_budget_below_the_plain_peak_is_kept_or_refused(
+    make: Callable[[], tuple[nn.Module, Loss]], share: float
+) -> None:
+    plain, _ = peaks_of(make, None)
+    budget = int(share * plain)
+    try:
+        peak, session = peaks_of(make, budget)
+    except BudgetError:
+        assert make is recurrent
+        return
+    assert session is not None and session.found.plan is not None
+    assert peak <= budget
+    assert session.found.plain_nbytes == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize("make", NETWORKS)
+def test_the_plain_peak_fits(make: Callable[[], tuple[nn.Module, Loss]]) -> None:
+    plain, _ = peaks_of(make, None)
+    peak, session = peaks_of(make, int(1.01 * plain))
+    assert session is not None and session.found.plan is not None
+    assert session.found.plan.is_empty
+    assert session.found.reached_nbytes == pytest.approx(plain, rel=0.01)
+    assert peak <= 1.01 * plain
+
+
+def test_a_share_is_one_of_the_plain_peak() -> None:
+    plain, _ = peaks_of(pictures, None)
+    _, session = peaks_of(pictures, "90%")
+    assert session is not None
+    assert session.found.budget_nbytes == pytest.approx(0.9 * plain, rel=0.01)
