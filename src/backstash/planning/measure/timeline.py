@@ -160,7 +160,8 @@ class Timeline:
         reads: by the key of a value, the positions that read it.
         trials: by their numbers, what the trials of a survey have allocated.
         changes: the allocations and releases of the step, in their order, for a model of an allocator.
-        plain: the peak of the plain step that was recorded behind it, and the changes in it; None for none.
+        plain: the peak of the plain step that was recorded behind it, and the changes in it; None where none was, or
+            where other nodes run in its backward pass.
 
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
@@ -255,7 +256,7 @@ class Timeline:
     def _read_plain(self, events: Iterator[tuple[int, int, Any, bool]], alive: Alive) -> Iterator[None]:
         """Reads a plain step, of which the peak alone is wanted."""
         alive.end_step()
-        step, changes = At("plain", False, 0.0, 0), []
+        step, changes, nodes = At("plain", False, 0.0, 0), [], []
         for _, _, event, is_operation in events:
             yield
             if event.tag == profiler_event.Allocation:
@@ -275,7 +276,10 @@ class Timeline:
                     alive.begin_step()
                     step, changes = At("plain", False, 0.0, alive.nbytes), []
                 step.is_backward = event.name.startswith(NODE)
-        self.plain = step.most_nbytes, changes
+                if step.is_backward:
+                    nodes.append(event.name.removeprefix(NODE))
+        if nodes == [position.name for position in self.positions if position.is_backward and position.name]:
+            self.plain = step.most_nbytes, changes
 
     def _begin(self) -> None:
         self.positions = [At("start", False, 0.0, 0)]
