@@ -494,6 +494,8 @@ class Budgeted(Following):
         if bucket.session is None:
             spare, self._spare = self._spare, None
             bucket.session = spare if spare is not None else self.session_with(self._derived(bucket))
+        elif self._waits_for_plan(bucket):
+            self.use(bucket, self._derived(bucket))
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
         may_start = self._course is None and not self.phase and not bucket.is_done
@@ -508,6 +510,12 @@ class Budgeted(Following):
         if isinstance(self._session, Unhooked):
             self._session.begin_step()
         self._attach()
+
+    def _waits_for_plan(self, bucket: Bucket) -> bool:
+        """Whether a bucket was met before there was a plan, and keeps everything although there is one now."""
+        is_measured = self._course is not None and self._course.measures(bucket)
+        is_plain = bucket.session is not None and isinstance(bucket.session.policy, KeepForSurvey)
+        return is_plain and bucket.plan is None and self.has_planned and not is_measured
 
     def _look_at(self, bucket: Bucket) -> None:
         """Has a bucket profiled again whose last step did not match its plan."""

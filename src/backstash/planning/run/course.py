@@ -275,10 +275,13 @@ class Course:
         self._passed = 0  # forward passes of other shapes since the last one of its own
         self.stage = "the order of its passes is looked for"
 
+    def measures(self, bucket: Bucket) -> bool:
+        """Whether steps of a bucket are those that it waits for."""
+        return bucket is self._bucket or (self._is_for_others and self._owner.buckets.helps(bucket))
+
     def is_over(self, bucket: Bucket) -> bool:
         """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
-        is_own = bucket is self._bucket or (self._is_for_others and self._owner.buckets.helps(bucket))
-        self._passed = 0 if is_own else self._passed + 1
+        self._passed = 0 if self.measures(bucket) else self._passed + 1
         patience = MOST_PATIENT if bucket.is_done else PATIENCE
         return self._passed > patience and self._owner.has_planned
 

@@ -1,0 +1,78 @@
+"""Shapes that are met before there is a plan for any of them run within the budget once there is one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash import Budgeted
+from backstash.planning.measure.survey import KeepForSurvey
+from backstash.report.meter import CountedPeak
+
+LENGTHS = [64, 48, 32, 40, 56, 64, 24]
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1)
+        return found
+
+
+class Loop:
+    """A training whose sequences have one of some lengths, in turn."""
+
+    def __init__(self, session: Any) -> None:
+        torch.manual_seed(0)
+        self.session = session
+        self.model = nn.Sequential(nn.Embedding(100, 32), *(Block() for _ in range(4)), nn.Linear(32, 100))
+        self.losses: list[Tensor] = []
+
+    def step(self, length: int) -> None:
+        """A step with sequences of that length."""
+        x = torch.randint(0, 100, (8, length), generator=torch.Generator().manual_seed(length))
+        with self.session:
+            loss = F.cross_entropy(self.model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        self.losses.append(loss.detach())
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.01 * parameter.grad
+                parameter.grad.zero_()
+
+    def peak(self, length: int) -> int:
+        """The counted peak of a step."""
+        with CountedPeak() as counted:
+            self.step(length)
+        return counted.peak_nbytes
+
+
+@pytest.mark.parametrize("rounds", [2, 4, 8])
+@pytest.mark.parametrize("lengths", [LENGTHS, sorted(LENGTHS), sorted(LENGTHS, reverse=True)], ids=str)
+def test_each_of_them_is_within_the_budget(lengths: list[int], rounds: int) -> None:
+    plain = Loop(nullcontext())
+    for length in lengths * rounds:
+        plain.step(length)
+    budget = int(0.75 * plain.peak(64))
+    session = Budgeted(budget, min_nbytes=1024)
+    loop, kept = Loop(session), 0
+    for length in lengths * rounds:
+        loop.step(length)
+        assert session.last is not None
+        kept += session.has_planned and isinstance(session.policy, KeepForSurvey)
+    assert session.has_planned
+    assert all(x.equal(y) for x, y in zip(plain.losses, loop.losses, strict=False))
+    session.close()  # so that nothing is surveyed while it is counted
+    assert all(loop.peak(length) <= budget for length in lengths)
+    assert kept <= 3 * len(set(lengths))  # steps that are measured
