@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning
     from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.loops import training_epoch_loop
 
     from backstash.integrations.lightning import BackstashCallback
 
@@ -257,4 +259,28 @@ def test_fabric(when: str, precision: str) -> None:
         return [*losses, *parameters_of(inner)]
 
     assert_equal_bits(run(wrapped=False), run(wrapped=True))
+    assert installed() == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=str)
+def test_a_trainer_under_a_budget_is_planned_for(settings: dict[str, Any]) -> None:
+    """Its steps run in a closure of the optimizer, where nothing can be profiled, and there is no callback."""
+
+    def train(context: Any) -> list[Tensor]:
+        module = Module()
+        torch.manual_seed(6)
+        used = trainer(max_steps=-1, max_epochs=1, limit_val_batches=0, **settings)
+        with context:
+            used.fit(module, data(40))
+        return [*module.losses, *parameters_of(module)]
+
+    loop: Any = training_epoch_loop._TrainingEpochLoop
+    advance = loop.advance
+    budget = bs.Budgeted("95%", min_nbytes=0)
+    assert_equal_bits(train(nullcontext()), train(budget))
+    assert budget.found.plan is not None and not budget.found.trouble, budget.found
+    assert 0 < budget.found.reached_nbytes <= budget.found.budget_nbytes
+    assert loop.advance is not advance
+    budget.close()
+    assert loop.advance is advance
     assert installed() == []

@@ -14,6 +14,7 @@ from backstash.capture import passes
 from backstash.planning.measure.events import Thread
 from backstash.planning.measure.recording import Recording
 from backstash.planning.measure.survey import Births, Silent
+from backstash.planning.run import closures
 from backstash.planning.run.buckets import Bucket
 from backstash.planning.run.course import Awaited, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
@@ -21,8 +22,9 @@ from backstash.planning.run.spans import Spans
 from backstash.planning.run.unhooked import Unhooked
 from backstash.session import Session
 
-PATIENCE = 64
-"""For how many backward passes the profiler may wait for a place where it can be started."""
+PATIENCE, IMPATIENT = 64, 2
+"""For how many backward passes the profiler may wait for a place where it can be started, and after how many the loops
+of frameworks are asked to tell of one."""
 
 STEADY = 2
 """How many backward passes in a row run on one thread before a profiler is started there, if any ran on another."""
@@ -106,6 +108,7 @@ class Following:
         """Stops whatever is being measured. Training goes on under the plans that there are."""
         self.abandon()
         self.recording.close()
+        closures.tell_no_more(self)
 
     @property
     def is_quiet(self) -> bool:
@@ -224,6 +227,8 @@ class Following:
                 self._advance("safe")
         elif self._awaited == "safe":
             self._waited += 1
+            if self._waited == IMPATIENT:
+                closures.tell(self)
             if self._waited > PATIENCE and self._course is not None:
                 self._course.give_up("the loop runs in a closure of its optimizer, where nothing can be profiled")
                 self.abandon()
