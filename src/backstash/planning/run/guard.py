@@ -33,7 +33,7 @@ from backstash.planning.model.plan import Plan
 from backstash.policies import Action, Keep, Policy, Recompute, Stash, get
 from backstash.policies.actions import Outcome
 from backstash.policies.base import Wrapper
-from backstash.saved import Need, SavedTensor
+from backstash.saved import Need, SavedTensor, first_life_of
 
 LOOK_AGAIN = 64
 """After how many steps what was held in less than planned is held as planned again, if there is room for it."""
@@ -206,7 +206,7 @@ class Guard(Wrapper):
         if key in self._others:
             return
         is_moved = key in self._moved and outcome.codec is not None
-        planned = self._planned.get(key)
+        planned = self._planned.get(key, self._planned.get(first_life_of(key)))
         self._has_unknown |= planned is None
         above = (0 if is_moved else outcome.nbytes) - (planned or 0)
         self.excess += above - self._above.get(key, 0)
