@@ -632,3 +632,26 @@ def test_the_plain_peak_is_above_what_is_held_when_the_forward_pass_begins(zeroe
     session = Budgeted("100%", min_nbytes=1024)
     assert abs(peak(session) - peak(None)) <= 4096
     session.close()
+
+
+def test_a_loop_that_was_left_in_the_middle_of_a_record_keeps_no_other_one_from_a_plan() -> None:
+    def train(session: Budgeted, model: nn.Sequential, steps: int, until: Any = None) -> None:
+        for _ in range(steps):
+            with session:
+                loss = model(torch.randn(8, 3, 16, 16)).square().mean()
+            loss.backward()
+            model.zero_grad()
+            if until is not None and until():
+                return
+
+    left, other = Budgeted("80%", min_nbytes=0), Budgeted("80%", min_nbytes=0)
+    first, second = network(), network()
+    train(left, first, 40, lambda: left.recording.is_running)
+    assert left.recording.is_running
+    train(other, second, 60)
+    assert other.found.plan is not None and other.found.reached_nbytes > 0
+    train(left, first, 40)  # and it goes on where it was
+    assert left.found.plan is not None and left.found.reached_nbytes > 0
+    left.close()
+    other.close()
+    assert_nothing_is_left()

@@ -71,8 +71,14 @@ class Recording:
                     self._lost.stop()
             self._lost = None
 
-    def start(self) -> bool:
-        """Starts the profiler, which records memory alone. Returns False if another one runs, or is ready to."""
+    def start(self, insists: bool = False) -> bool:
+        """Starts the profiler, which records memory alone. Returns False if another one runs, or is ready to.
+
+        Args:
+            insists: whether another Recording gives way: its loop may have been left in the middle of a record.
+        """
+        if insists and not others.is_busy:
+            others.give_way()
         if profiler_runs() or others.is_busy:
             return False
         mine = weakref.ref(self)

@@ -112,6 +112,9 @@ MOST_SURVEYED, FAR = 3, 2
 MOST_RECORDED = 24
 """How many steps of other kinds are recorded at most until one comes of the kind that is asked for."""
 
+MOST_REFUSED = 24
+"""How many backward passes another loop's record is waited for, which takes some passes of that loop."""
+
 MOST_MOVED = 4
 """How many steps are awaited at most until they stay on one thread."""
 
@@ -932,7 +935,7 @@ class Course:
     ) -> Waiting:
         owner, recording = self._owner, self._owner.recording
         period = owner.period or 1
-        moved = 0
+        moved = refused = 0
         while not recording.is_running:
             yield "safe"
             if not owner.is_steady:
@@ -940,7 +943,8 @@ class Course:
                 if moved > MOST_MOVED:
                     return
                 yield "cycle"
-            elif not recording.start():
+            elif not recording.start(insists=refused > MOST_REFUSED):
+                refused += 1
                 yield "cycle"  # another profiler runs
         for _ in range(MOST_RECORDED):
             for _ in range(period):
