@@ -124,6 +124,7 @@ class Bucket:
         courses: how often it was begun to measure it, since that was done to the end.
         is_over: whether it was said that no plan keeps the budget.
         is_predicted: whether its profile follows from those of other shapes.
+        derived_from: how many shapes were profiled when its first policy was chosen.
         plain_nbytes: the counted peak of its plain step; 0 if it was not profiled.
     """
 
@@ -140,6 +141,7 @@ class Bucket:
     courses: int = 0
     is_over: bool = False
     is_predicted: bool = False
+    derived_from: int = 0
 
     @property
     def is_measured(self) -> bool:

@@ -494,7 +494,7 @@ class Budgeted(Following):
         if bucket.session is None:
             spare, self._spare = self._spare, None
             bucket.session = spare if spare is not None else self.session_with(self._derived(bucket))
-        elif self._waits_for_plan(bucket):
+        elif self._may_derive(bucket):
             self.use(bucket, self._derived(bucket))
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
@@ -511,11 +511,14 @@ class Budgeted(Following):
             self._session.begin_step()
         self._attach()
 
-    def _waits_for_plan(self, bucket: Bucket) -> bool:
-        """Whether a bucket was met before there was a plan, and keeps everything although there is one now."""
-        is_measured = self._course is not None and self._course.measures(bucket)
-        is_plain = bucket.session is not None and isinstance(bucket.session.policy, KeepForSurvey)
-        return is_plain and bucket.plan is None and self.has_planned and not is_measured
+    def _may_derive(self, bucket: Bucket) -> bool:
+        """Whether more is known of a bucket without a plan than when it was met, or measured in vain."""
+        if bucket.plan is not None or bucket.is_done or not self.has_planned or bucket.session is None:
+            return False
+        if self._course is not None and self._course.measures(bucket):
+            return False
+        keeps = isinstance(bucket.session.policy, KeepForSurvey)
+        return keeps or len(self.buckets.planners) > bucket.derived_from
 
     def _look_at(self, bucket: Bucket) -> None:
         """Has a bucket profiled again whose last step did not match its plan."""
@@ -576,6 +579,7 @@ class Budgeted(Following):
 
     def _derived(self, bucket: Bucket) -> Policy:
         """The policy for the first steps of a bucket (Note: [new shapes])."""
+        bucket.derived_from = len(self.buckets.planners)
         predicted = self._predicted(bucket)
         if predicted is not None:
             return predicted
