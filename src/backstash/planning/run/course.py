@@ -4,8 +4,8 @@
    backward passes make a step (cycles.py).
 2. Two steps run as in plain PyTorch, without any hooks, and are timed.
 3. In one step, or in some where there is more to try, every choice is tried on the values (survey.py), and the next
-   one is recorded. If codecs with an error are allowed, one more step measures what they do to the gradients
-   (probing.py). From then on there is a plan.
+   one is recorded, with a plain step behind it, of whose peak a budget may be a share. If codecs with an error are
+   allowed, one more step measures what they do to the gradients (probing.py). From then on there is a plan.
 4. One step under the plan proves its recipes, while the profiler runs already, and the next one is counted. If its peak
    is above the budget, the next plan leaves more room, and so on.
 5. Some more steps are timed.
