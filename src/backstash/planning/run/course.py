@@ -459,9 +459,9 @@ class Course:
             return
         bucket = self._bucket
         line = yield from self._read(lines[0])
-        # Under a Session that keeps everything some readers write over what they read, so it takes less.
-        is_counted = line.plain is not None and self._plain_of is bucket
-        plain, changes = line.plain if is_counted and line.plain is not None else (line.peak_nbytes, line.changes)
+        counted = line.plain if self._plain_of is bucket else None
+        # Else about that: under a Session that keeps everything some readers write over what they read.
+        plain, changes = counted or (line.peak_nbytes, line.changes)
         recorded = sum(position.seconds for position in line.positions)
         self._seconds = self._seconds or recorded
         owner.buckets.recorded_share = self._seconds / recorded if recorded else 1.0
