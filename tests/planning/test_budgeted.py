@@ -136,6 +136,7 @@ def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone(
 
     monkeypatch.setattr(session_module, "has_compiled", lambda: False)  # as other tests may have done
     monkeypatch.setattr(budgeted, "may_compile", lambda: False)
+    monkeypatch.setattr(course, "may_compile", lambda: False)
     model, seen, signatures = network(), list[list[int]](), list[Any]()
     model[3].register_forward_hook(lambda *_: seen.append(list(nn.modules.module._global_forward_pre_hooks)))
     with Budgeted("80%", min_nbytes=0) as session:

@@ -157,7 +157,8 @@ def _show(script: str, launched: Launched, full: bool) -> None:
     if launched.compiled is not None:
         typer.echo(f"\nbackstash: {script}, compiled graphs\n{launched.compiled}")
     if not report.rows:
-        typer.echo(f"\nbackstash: {script}: {'; '.join(report.notes) or report.headline()}")
+        steps = f", {_steps(report)}" if report.steps else ""
+        typer.echo(f"\nbackstash: {script}{steps}: {'; '.join(report.notes) or report.headline()}")
         return
     typer.echo(f"\nbackstash: {script}, {_steps(report)}\n{report}")
     if full:

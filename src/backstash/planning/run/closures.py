@@ -33,7 +33,7 @@ _told: weakref.WeakSet[Told] = weakref.WeakSet()
 _originals: dict[type, Callable[..., Any]] = {}
 
 
-def tell(told: Told) -> None:
+def tell_between_steps(told: Told) -> None:
     """Has the loops of frameworks that are imported tell before each batch, on the thread that runs it."""
     _told.add(told)
     for module, name, method in LOOPS:

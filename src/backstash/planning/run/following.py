@@ -228,7 +228,7 @@ class Following:
         elif self._awaited == "safe":
             self._waited += 1
             if self._waited == IMPATIENT:
-                closures.tell(self)
+                closures.tell_between_steps(self)
             if self._waited > PATIENCE and self._course is not None:
                 self._course.give_up("the loop runs in a closure of its optimizer, where nothing can be profiled")
                 self.abandon()
