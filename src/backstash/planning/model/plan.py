@@ -230,10 +230,10 @@ class Plan(Policy):
         if self.is_empty:
             return Keep("the plan is empty, because the plain step fits")
         first_life = first_life_of(saved.key)
-        if decision is None and first_life in self._by_key:  # it was read by a backward pass with a graph of its own
-            first = self._by_key[first_life]
-            serves = serves_decision(first, saved)
-            return action_of(first, saved, self.store, False) if serves else Keep("the plan counts it as it is")
+        if decision is None and first_life != saved.key:  # it was read by a backward pass with a graph of its own
+            first = self._by_key.get(first_life)
+            serves = first is not None and serves_decision(first, saved)
+            return action_of(first, saved, self.store, False) if first and serves else Keep("a graph has read it")
         is_other = saved.key in self._others or first_life in self._others
         if saved.need is not Need.SHAPE and not is_other:  # a plan lets go of what is a shape
             reason = "knows no such value"
