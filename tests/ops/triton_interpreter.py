@@ -44,7 +44,7 @@ def _interpret_from_now_on() -> None:
     """Wraps Triton's language for its interpreter, once.
 
     The interpreter does so for each kernel and each function that a kernel calls, and around what it has wrapped
-    before, so that each call makes the next ones slower: a third of a test's time.
+    before, so that each call makes the next ones slower.
     """
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     nothing = interpreter._LangPatchScope()

@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backstash import session as session_module
 from backstash.capture import modules
 from backstash.errors import BatchTooLargeError, BudgetError, MeasureError, PlanError
 from backstash.planning.measure.profiling import profile_of
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
-from backstash.planning.run import budgeted, course, retry
+from backstash.planning.run import course, retry
 from backstash.planning.run.buckets import signature_of, size_ratio
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import Planner
@@ -128,15 +127,11 @@ def test_the_first_step_of_a_larger_shape_keeps_the_budget_and_is_never_run_plai
     assert session.buckets.of(signature_of([torch.randn(8, 3, 18, 18)])).planner is None
 
 
-def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("compiles_nothing")
+def test_a_loop_inside_of_a_budget_hears_of_the_first_module_of_each_pass_alone() -> None:
     def fail(gradient: Tensor) -> None:
         raise ValueError("the program's own")
 
-    monkeypatch.setattr(session_module, "has_compiled", lambda: False)  # as other tests may have done
-    monkeypatch.setattr(budgeted, "may_compile", lambda: False)
-    monkeypatch.setattr(course, "may_compile", lambda: False)
     model, seen, signatures = network(), list[list[int]](), list[Any]()
     model[3].register_forward_hook(lambda *_: seen.append(list(nn.modules.module._global_forward_pre_hooks)))
     with Budgeted("80%", min_nbytes=0) as session:

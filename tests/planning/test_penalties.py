@@ -11,18 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from backstash import Budgeted
-from backstash import session as session_module
-from backstash.planning.run import budgeted, course
 
 STEPS = 150
 
-
-@pytest.fixture(autouse=True)
-def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where anything was compiled, as other tests may have done, no step runs without hooks."""
-    monkeypatch.setattr(course, "may_compile", lambda: False)
-    monkeypatch.setattr(budgeted, "may_compile", lambda: False)
-    monkeypatch.setattr(session_module, "has_compiled", lambda: False)
+pytestmark = pytest.mark.usefixtures("compiles_nothing")
 
 
 class Adversarial:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash import Budgeted
-from backstash import session as session_module
 from backstash.errors import BudgetError
-from backstash.planning.run import course
 from backstash.report.meter import CountedPeak
 
 Loss = Callable[[], Tensor]
+
+pytestmark = pytest.mark.usefixtures("compiles_nothing")
 
 
 class Cells(nn.Module):
@@ -67,13 +67,6 @@ def recurrent() -> tuple[nn.Module, Loss]:
 
 
 NETWORKS = [cells, pictures, recurrent]
-
-
-@pytest.fixture(autouse=True)
-def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where anything was compiled, as other tests may have done, no step runs without hooks."""
-    monkeypatch.setattr(course, "may_compile", lambda: False)
-    monkeypatch.setattr(session_module, "has_compiled", lambda: False)
 
 
 def peaks_of(make: Callable[[], tuple[nn.Module, Loss]], budget: int | str | None) -> tuple[int, Budgeted | None]:

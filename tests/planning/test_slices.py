@@ -53,10 +53,9 @@ class Cells(nn.Module):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch, compiles_nothing: None) -> Clock:
     found = Ticking()
     monkeypatch.setattr(course, "clock", found)
-    monkeypatch.setattr(course, "may_compile", lambda: False)  # whatever ran before in this process
     monkeypatch.setattr(course, "PLAIN_STEPS", 3)
     monkeypatch.setattr(course, "MOST_TRIED", 64)
     monkeypatch.setattr(course, "LEAST", 20 * TICK)

@@ -1,4 +1,7 @@
-"""Between settled passes, calls in which nothing is saved take the interpreter's way, and what they change is seen."""
+"""Between settled passes, calls in which nothing is saved take the interpreter's way.
+
+That what they change is seen is checked in test_touched_later.py.
+"""
 
 from __future__ import annotations
 
@@ -99,85 +102,3 @@ def test_an_update_concerns_nobody(optimizer: str, update: Update, monkeypatch: 
     # What is left opens and closes ranges of the profiler, switches grad mode, or writes without a new version.
     assert of_updates[0] > 90
     assert of_updates[-1] < 10
-
-
-class _Two:
-    """Two graphs, of which one is alive while what the other was made from changes between passes."""
-
-    def __init__(self) -> None:
-        self.model = _model()
-        self.shift = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(2))
-
-    def losses(self) -> tuple[Tensor, Tensor]:
-        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-        first = self.model(x).square().mean()
-        features = self.model[0](x)
-        second = self.model[3](F.relu(features + self.shift)).square().mean()  # the sum saves nothing
-        return first, second
-
-
-def _in_place(shift: Tensor) -> None:
-    with torch.no_grad():
-        shift.mul_(0.5)
-
-
-def _in_a_list(shift: Tensor) -> None:
-    with torch.no_grad():
-        torch._foreach_add_([torch.zeros(3), shift], 1.0)
-
-
-def _into_out(shift: Tensor) -> None:
-    with torch.no_grad():
-        torch.add(shift, 1.0, out=shift)
-
-
-def _through_numpy(shift: Tensor) -> None:
-    with torch.no_grad():
-        shift.numpy()[...] = 0.25
-
-
-def _through_data(shift: Tensor) -> None:
-    shift.data.fill_(3.0)
-
-
-def _by_a_copy_that_is_activated(shift: Tensor) -> None:
-    with torch.no_grad():
-        F.relu(shift, inplace=True)
-
-
-def _behind_other_calls(shift: Tensor) -> None:
-    with torch.no_grad():
-        for _ in range(20):
-            shift.sum()
-        shift.neg_()
-
-
-CHANGES = [
-    _in_place,
-    _in_a_list,
-    _into_out,
-    _through_numpy,
-    _through_data,
-    _by_a_copy_that_is_activated,
-    _behind_other_calls,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("backward_between", [False, True])
-def test_a_graph_that_lives_on_reads_what_was(change: Callable[[Tensor], None], backward_between: bool) -> None:
-    found: list[list[Tensor]] = []
-    for session in (nullcontext(), Session("lossless", min_nbytes=MIN_NBYTES, stop_if_useless=False)):
-        two = _Two()
-        gradients: list[Tensor] = []
-        with session:  # type: ignore[attr-defined]
-            for _ in range(STEPS):
-                first, second = two.losses()
-                if backward_between:
-                    first.backward()
-                change(two.shift)
-                (second if backward_between else first + second).backward()
-                gradients += [p.grad.clone() for p in two.model.parameters() if p.grad is not None]
-                two.model.zero_grad()
-        found.append(gradients)
-    assert all(x.equal(y) for x, y in zip(*found, strict=True))

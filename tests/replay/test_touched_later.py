@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backstash import Session
+from backstash import Session, policies
 from backstash.capture import learned
 
 STEPS = learned.EQUAL_PASSES + 4
@@ -70,10 +71,14 @@ class Program:
             p.grad = None
 
 
-def _alike(trains: Callable[[Program, Any], None]) -> Program:
+ANYTHING = policies.Rules((("*", policies.Recompute(any_producer=True)),), otherwise=policies.get("lossless"))
+"""Makes values again whatever has made them, also from parameters, which are read where they are."""
+
+
+def _alike(trains: Callable[[Program, Any], None], policy: Any = "lossless") -> Program:
     plain, other = Program(), Program()
     trains(plain, nullcontext())
-    other.session = Session("lossless", min_nbytes=MIN_NBYTES, stop_if_useless=False)
+    other.session = Session(policy, min_nbytes=MIN_NBYTES, stop_if_useless=False)
     trains(other, other.session)
     assert len(plain.found) == len(other.found)
     for number, (wanted, found) in enumerate(zip(plain.found, other.found, strict=True)):
@@ -82,7 +87,11 @@ def _alike(trains: Callable[[Program, Any], None]) -> Program:
     return other
 
 
-def _between(write: Write, forward: Callable[[Program], tuple[Tensor, Tensor, Tensor]] = Program.forward) -> None:
+def _between(
+    write: Write,
+    forward: Callable[[Program], tuple[Tensor, Tensor, Tensor]] = Program.forward,
+    policy: Any = "lossless",
+) -> None:
     """Settled steps of two backward passes, between which the program writes into what it holds."""
 
     def trains(program: Program, session: Any) -> None:
@@ -94,7 +103,7 @@ def _between(write: Write, forward: Callable[[Program], tuple[Tensor, Tensor, Te
                 second.backward()
                 program.note((first, second))
 
-    assert _alike(trains).is_known[-1]
+    assert _alike(trains, policy).is_known[-1]
 
 
 @pytest.mark.parametrize("write", [_into_one, _into_all])
@@ -110,8 +119,17 @@ def _as_an_optimizer(x: Tensor) -> None:
         x.sub_(0.25)
 
 
-def test_a_parameter_that_is_changed_in_sight() -> None:
-    _between(_as_an_optimizer, Program.of_parameter)
+def _behind_another_call(write: Write, x: Tensor) -> None:
+    """Writes while grad mode is off, and not in the first call behind a pass, which the long way hears in any case."""
+    with torch.no_grad():
+        x.sum()
+        write(x)
+
+
+@pytest.mark.parametrize("policy", ["lossless", ANYTHING], ids=["lossless", "anything"])
+@pytest.mark.parametrize("wait", [lambda write: write, lambda write: partial(_behind_another_call, write)])
+def test_a_parameter_that_is_changed_in_sight(wait: Callable[[Write], Write], policy: Any) -> None:
+    _between(wait(_as_an_optimizer), Program.of_parameter, policy)
 
 
 @pytest.mark.parametrize("write", [_into_one, _into_all])
@@ -202,9 +220,17 @@ def _by_its_storage(x: Tensor) -> None:
     x.untyped_storage().copy_(torch.ones_like(x).untyped_storage())
 
 
-@pytest.mark.parametrize("write", [_by_a_list, _by_a_holder, _after_a_transform, _by_dlpack, _by_its_storage])
+OTHERS = [_by_a_list, _by_a_holder, _after_a_transform, _by_dlpack, _by_its_storage]
+
+
+@pytest.mark.parametrize("write", OTHERS)
 def test_in_other_ways(write: Write) -> None:
     _between(write)
+
+
+@pytest.mark.parametrize("write", [_into_one, _into_all, *OTHERS])
+def test_while_grad_mode_is_off(write: Write) -> None:
+    _between(partial(_behind_another_call, write))
 
 
 def test_nothing_is_kept_of_passes_that_are_over() -> None:

@@ -50,7 +50,7 @@ def test_a_step_that_does_not_repeat_is_unsteady() -> None:
     assert (found.verdict, found.exit_code) == ("unsteady", 0), str(found)
 
 
-def test_a_kernel_that_does_not_repeat_in_a_checkpoint_is_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_repeat_in_a_checkpoint_is_unsteady() -> None:
     @torch.library.custom_op("backstash_tests::noisy", mutates_args=())
     def noisy(x: Tensor) -> Tensor:
         return x * (1 + 1e-5 * next(CALLS))

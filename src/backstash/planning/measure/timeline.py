@@ -160,8 +160,8 @@ class Timeline:
         reads: by the key of a value, the positions that read it.
         trials: by their numbers, what the trials of a survey have allocated.
         changes: the allocations and releases of the step, in their order, for a model of an allocator.
-        plain: the peak of the plain step that was recorded behind it, and the changes in it; None where none was, or
-            where other nodes run in its backward pass.
+        plain: the plain step that was recorded behind it; None where none was, or where other nodes run in its backward
+            pass.
 
     Note: [where a step begins]
         The profiler does not report that memory is freed which was allocated before it was started. In a program's own
@@ -182,12 +182,17 @@ class Timeline:
     reads: dict[str, list[int]] = field(default_factory=dict)
     trials: dict[int, Trial] = field(default_factory=dict)
     changes: list[Allocation] = field(default_factory=list)
-    plain: tuple[int, list[Allocation]] | None = None
+    plain: Timeline | None = None
 
     @property
     def peak_nbytes(self) -> int:
         """The most bytes alive in the step."""
         return max(position.most_nbytes for position in self.positions)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the autograd nodes that have run, in their order."""
+        return [position.name for position in self.positions if position.is_backward and position.name]
 
     def __post_init__(self) -> None:
         for _ in self.read(self.events):
@@ -199,15 +204,16 @@ class Timeline:
         Args:
             events: as for the class.
         """
-        alive = Alive(self.device)
-        trial: Trial | None = None
         ordered: list[tuple[int, int, Any, bool]] = []  # by time; of events at one time, the outer one first
         for event, is_operation in walk(events):
             ordered.append((event.start_time_ns, len(ordered), event, is_operation))
             yield
         ordered.sort()
-        rest = iter(ordered)
-        for _, _, event, is_operation in rest:
+        yield from self._follow(iter(ordered), Alive(self.device))
+
+    def _follow(self, ordered: Iterator[tuple[int, int, Any, bool]], alive: Alive) -> Iterator[None]:
+        trial: Trial | None = None
+        for _, _, event, is_operation in ordered:
             yield
             if event.tag == profiler_event.Allocation:
                 facts = event.extra_fields
@@ -235,7 +241,10 @@ class Timeline:
                 elif kind == "pass":  # of the step before, of which no operators are recorded
                     self.positions[-1].is_backward = noted["is_backward"]
                 elif kind == "plain":
-                    yield from self._read_plain(rest, alive)
+                    alive.end_step()
+                    plain = Timeline([], self.device)
+                    yield from plain._follow(ordered, alive)
+                    self.plain = plain if plain.nodes == self.nodes else None
                     break
                 elif kind == "over":  # what comes now is the optimizer's
                     break
@@ -252,34 +261,6 @@ class Timeline:
                 name = event.name.removeprefix(NODE)
                 is_backward = event.name.startswith(NODE)
                 self.positions.append(At(name, is_backward, event.duration_time_ns / 1e9, alive.nbytes))
-
-    def _read_plain(self, events: Iterator[tuple[int, int, Any, bool]], alive: Alive) -> Iterator[None]:
-        """Reads a plain step, of which the peak alone is wanted."""
-        alive.end_step()
-        step, changes, nodes = At("plain", False, 0.0, 0), [], []
-        for _, _, event, is_operation in events:
-            yield
-            if event.tag == profiler_event.Allocation:
-                facts = event.extra_fields
-                if facts.device.type == self.device and facts.alloc_size:
-                    alive.change(facts, step.is_backward)
-                    step.note(alive.nbytes)
-                    changes.append(Allocation(facts.ptr, max(0, facts.alloc_size)))
-            elif event.name.startswith(PREFIX):
-                kind, _, text = event.name.removeprefix(PREFIX).partition(" ")
-                if kind == "collection":
-                    alive.is_collecting = json.loads(text)["begins"]
-                elif kind == "over":
-                    break
-            elif is_operation:
-                if alive.gradients is not None:
-                    alive.begin_step()
-                    step, changes = At("plain", False, 0.0, alive.nbytes), []
-                step.is_backward = event.name.startswith(NODE)
-                if step.is_backward:
-                    nodes.append(event.name.removeprefix(NODE))
-        if nodes == [position.name for position in self.positions if position.is_backward and position.name]:
-            self.plain = step.most_nbytes, changes
 
     def _begin(self) -> None:
         self.positions = [At("start", False, 0.0, 0)]

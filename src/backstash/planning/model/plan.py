@@ -230,16 +230,16 @@ class Plan(Policy):
         if self.is_empty:
             return Keep("the plan is empty, because the plain step fits")
         first_life = first_life_of(saved.key)
-        if decision is None and first_life != saved.key:  # it was read by a backward pass with a graph of its own
-            first = self._by_key.get(first_life)
-            serves = first is not None and serves_decision(first, saved)
-            return action_of(first, saved, self.store, False) if first and serves else Keep("a graph has read it")
         is_other = saved.key in self._others or first_life in self._others
-        if saved.need is not Need.SHAPE and not is_other:  # a plan lets go of what is a shape
+        is_later = (
+            decision is None and first_life != saved.key
+        )  # which depends on what the plan does with the first life
+        if saved.need is not Need.SHAPE and not is_other and not is_later:  # a plan lets go of what is a shape
             reason = "knows no such value"
             if decision is not None and decision.spec == str(saved.spec):
                 reason = "backward reads more of it than in the profiled step, or compares it with another bound"
             self._meet_unknown(saved, reason)
+        decision = decision or self._by_key.get(first_life)
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
         if decision is None and saved.need is not Need.SHAPE and is_other:

@@ -459,9 +459,8 @@ class Course:
             return
         bucket = self._bucket
         line = yield from self._read(lines[0])
-        counted = line.plain if self._plain_of is bucket else None
         # Else about that: under a Session that keeps everything some readers write over what they read.
-        plain, changes = counted or (line.peak_nbytes, line.changes)
+        plain = line.plain if line.plain is not None and self._plain_of is bucket else line
         recorded = sum(position.seconds for position in line.positions)
         self._seconds = self._seconds or recorded
         owner.buckets.recorded_share = self._seconds / recorded if recorded else 1.0
@@ -469,20 +468,20 @@ class Course:
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
             self._wait_under(None if is_first else before)
-        profile = self._profile_of(line, surveys[-1], plain, self._seconds, squares)
+        profile = self._profile_of(line, surveys[-1], plain.peak_nbytes, self._seconds, squares)
         if profile is None:
             self.give_up("no autograd node runs in its backward passes, as with compiled autograd")
             return
         if owner.of == "reserved" and not owner.unused_nbytes:
-            owner.unused_nbytes = max(0, reserved_by(changes).reserved_nbytes - plain)
-        plain_nbytes = plain + owner.spared() + owner.unused_nbytes
+            owner.unused_nbytes = max(0, reserved_by(plain.changes).reserved_nbytes - plain.peak_nbytes)
+        plain_nbytes = plain.peak_nbytes + owner.spared() + owner.unused_nbytes
         bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
 
     def _profile_of(
-        self, line: Timeline, survey: Survey, plain: int, seconds: float, squares: dict[str, float] | None = None
+        self, line: Timeline, survey: Survey, plain_nbytes: int, seconds: float, squares: dict[str, float] | None = None
     ) -> StepProfile | None:
         """The profile of the recorded step, with what a plan is asked about beside its values: all else that was saved.
 
@@ -490,7 +489,7 @@ class Course:
         """
         owner = self._owner
         try:
-            profile = profile_of(line, survey, plain, seconds, [], owner.device, owner.link, squares)
+            profile = profile_of(line, survey, plain_nbytes, seconds, [], owner.device, owner.link, squares)
         except MeasureError:
             return None
         planned = {value.key for value in profile.values}
@@ -565,12 +564,12 @@ class Course:
             self._run(self._bucket, KeepForTiming())
             self._owner.watch(Silent())
         else:
-            self._run_untimed()
+            self._run_unhooked(self._bucket)
         self._times = self._plain
 
-    def _run_untimed(self) -> None:
-        """From now on, the steps run without any hooks."""
-        self._run(self._bucket, KeepForTiming(), is_unhooked=True)
+    def _run_unhooked(self, bucket: Bucket) -> None:
+        """From now on, steps of that bucket run without any hooks, and are not timed."""
+        self._run(bucket, KeepForTiming(), is_unhooked=True)
 
     def _wait_under(self, session: Session | None) -> None:
         """From now on, as long as there is no plan, the steps run under a Session that was in use, or as plain ones."""
@@ -837,13 +836,14 @@ class Course:
 
     def _count(self) -> Generator[Awaited, None, bool]:
         """Proves the recipes of a plan in one step, and counts the peak of another. Returns whether it was counted."""
-        bucket = self._bucket
+        bucket, session = self._bucket, self._bucket.session
+        assert session is not None
         lines: list[list[Event]] = []
-        session = bucket.session
-        is_plain = bucket.plan is not None and bucket.plan.is_empty and session is not None and not may_compile()
         # A Session under an empty plan becomes idle, so its steps are plain ones.
-        yield from self._record(Births, lines, False, self._run_untimed if is_plain else lambda: None, proves=True)
-        if is_plain and session is not None:
+        is_plain = bucket.plan is not None and bucket.plan.is_empty and not may_compile()
+        prepare = partial(self._run_unhooked, bucket) if is_plain else lambda: None
+        yield from self._record(Births, lines, prepare=prepare, proves=True)
+        if is_plain:
             self._owner.go_back(bucket, session)
         self._times = []
         if lines:
@@ -918,8 +918,7 @@ class Course:
         owner, session = self._owner, bucket.session
         assert session is not None
         owner.recording.begin_plain()
-        self._times = None
-        owner.use(bucket, KeepForTiming(), is_unhooked=True)
+        self._run_unhooked(bucket)
         yield from self._step()
         self._plain_of = bucket if owner.last is bucket and self._is_full else None
         owner.go_back(bucket, session)

@@ -206,7 +206,9 @@ class Guard(Wrapper):
         if key in self._others:
             return
         is_moved = key in self._moved and outcome.codec is not None
-        planned = self._planned.get(key, self._planned.get(first_life_of(key)))
+        planned = self._planned.get(key)
+        if planned is None:
+            planned = self._planned.get(first_life_of(key))
         self._has_unknown |= planned is None
         above = (0 if is_moved else outcome.nbytes) - (planned or 0)
         self.excess += above - self._above.get(key, 0)
