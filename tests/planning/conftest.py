@@ -1,4 +1,4 @@
-"""What tests of budgets need, whatever ran before in their process."""
+"""A fixture for tests of budgets, which holds whatever ran before in their process."""
 
 from __future__ import annotations
 
