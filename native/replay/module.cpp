@@ -159,7 +159,7 @@ PyObject* replayer_call(PyObject* self, PyObject* const* args, Py_ssize_t number
     END_HANDLE_TH_ERRORS
 }
 
-PyObject *ObserverClass = nullptr, *Dispatch = nullptr, *Compiler = nullptr;  // see configure_dispatch
+PyObject *ObserverClass = nullptr, *Dispatch = nullptr, *Compiler = nullptr, *LongWay = nullptr;  // see configure_dispatch
 
 // Whose pass is in progress under the function mode that torch would ask now; null where it is not one of ours.
 Replayer* asked_now() {
@@ -196,8 +196,13 @@ PyObject* handle_torch_function(PyObject*, PyObject* const* args, Py_ssize_t num
         PyTuple_SET_ITEM(positional.get(), index - 2, Py_NewRef(args[index]));
     for (Py_ssize_t index = 0; names != nullptr && index < PyTuple_GET_SIZE(names); ++index)
         if (PyDict_SetItem(named.get(), PyTuple_GET_ITEM(names, index), args[number + index]) != 0) throw python_error();
-    const torch::overrides::StashTorchFunctionModeGuard observer;
-    return call_function(*replayer, args[0], positional.get(), named.get());
+    Object done;
+    {
+        const torch::overrides::StashTorchFunctionModeGuard observer;
+        done = Object::taken(call_function(*replayer, args[0], positional.get(), named.get()));
+    }
+    if (done.get() == LongWay) return PyObject_Vectorcall(Dispatch, args, number, names);  // which asks the observer
+    return done.release();
     END_HANDLE_TH_ERRORS
 }
 
@@ -471,13 +476,15 @@ PyObject* configure_holding(PyObject*, PyObject* const* args, Py_ssize_t number)
     END_HANDLE_TH_ERRORS
 }
 
-// Takes the class of the observer, torch's own handle_torch_function, and the names of torch.compiler.
+// Takes the class of the observer, torch's own handle_torch_function, the names of torch.compiler, and what is returned for
+// a call that the observer has to make.
 PyObject* configure_dispatch(PyObject*, PyObject* const* args, Py_ssize_t number) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(number == 3 && PyDict_Check(args[2]), "configure_dispatch takes a class, a function and a dict");
+    TORCH_CHECK(number == 4 && PyDict_Check(args[2]), "configure_dispatch takes a class, a function, a dict and an object");
     ObserverClass = Py_NewRef(args[0]);
     Dispatch = Py_NewRef(args[1]);
     Compiler = Py_NewRef(args[2]);
+    LongWay = Py_NewRef(args[3]);
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }

@@ -98,6 +98,8 @@ Tree tree_of(PyObject* object) {
     const Reader read(object);
     Tree tree;
     tree.call = read.number("call");
+    tree.made = read.number("made");
+    tree.inside = read.number("inside");
     tree.function = read.object("function");
     tree.as_called = read.object("as_called");
     if (!read.object("places").is_none()) {
@@ -206,7 +208,7 @@ Value value_of(PyObject* object) {
 
 NodeCheck node_of(PyObject* object) {
     const Reader read(object);
-    return {read.number("result"), read.numbers("path"), reinterpret_cast<const void*>(read.bits("type")),
+    return {read.number("result"), read.number("behind"), read.numbers("path"), reinterpret_cast<const void*>(read.bits("type")),
             read.numbers("saves"), read.object("asked")};
 }
 
@@ -240,8 +242,10 @@ Noted noted_of(PyObject* object) {
         noted.names.emplace_back(name);
         noted.named.push_back(argument_of(item));
     }
-    noted.as_called = read.object("as_called");
-    noted.result = layout_at(read, "result", nullptr);
+    read.each("made", [&](PyObject* each) {
+        const Reader made(each);
+        noted.made.push_back({layout_at(made, "spec", nullptr), made.number("register"), made.number("output"), made.number("saved")});
+    });
     noted.in_place = read.flag("in_place");
     noted.draws = read.flag("draws");
     noted.is_all = read.object("chosen").is_none();
@@ -250,10 +254,8 @@ Noted noted_of(PyObject* object) {
     noted.shared = read.numbers("shared");
     noted.referenced = read.numbers("referenced");
     noted.needs_grad = read.numbers("needs_grad");
-    noted.makes = read.number("makes");
     noted.mean = read.number("mean");
     noted.invstd = read.number("invstd");
-    noted.saved = read.number("saved");
     const Object autocast = read.object("autocast");
     noted.has_autocast = !autocast.is_none();
     if (noted.has_autocast) noted.autocast = reinterpret_cast<THPDtype*>(autocast.get())->scalar_type;

@@ -98,7 +98,8 @@ struct OnePass;
 
 // A call that is repeated, and its inputs.
 struct Tree {
-    int call = 0;
+    int call = 0, made = 0;      // and which of what that makes
+    int inside = -1;             // the number of the tensor that it saves inside; -1 for a result
     std::vector<Given> given;
     std::vector<Tree> inner;
     Object function, as_called;  // what is called, and its Call
@@ -166,7 +167,7 @@ struct Value {
 
 // A node that a call has made, which saves tensors: found from the call's results, and told by its type.
 struct NodeCheck {
-    int result;
+    int result, behind;  // the call's result, or another one of its nodes, behind which it is found
     std::vector<int> path;
     const void* type;
     std::vector<int> saves;
@@ -181,22 +182,26 @@ struct Argument {
     std::vector<Argument> items;
 };
 
-// What a call that makes a value again has to be like.
+// What a call makes: one of its results, or a tensor that it saves.
+struct Made {
+    Layout layout;
+    int contents;       // the register of what it holds
+    int output, saved;  // which of several results it is, and its save; -1 for the only one, and for a result
+};
+
+// What a call that makes values again has to be like.
 struct Noted {
     bool is_there = false;
     std::vector<Argument> args, named;  // and by which names the latter are given
     std::vector<Object> names;
-    Object as_called;
-    Layout result;
+    std::vector<Made> made;
     bool in_place = false, draws = false;
     bool is_all = true;                 // whether all tensors among the arguments are read
     std::vector<int> chosen, registers;  // which of these are read, and what each holds; -1 for a copy
     std::vector<int> shared;            // whether it is a parameter of the model, whose copies calls share
     std::vector<int> referenced;        // whether it is a parameter that is read where it is
     std::vector<int> needs_grad;        // whether autograd followed it; empty where that makes no difference
-    int makes = -1;                    // a register
     int mean = -1, invstd = -1;        // saves, from the first one of the call
-    int saved = -1;                    // the save that is made; -1 for the result
     bool has_autocast = false;
     at::ScalarType autocast = at::kFloat;
 };
@@ -205,7 +210,7 @@ struct Call {
     Object function;
     int first, saves;
     std::vector<NodeCheck> nodes;
-    Noted noted, cast;  // how its result is made, and how what it saves is converted
+    Noted noted, cast;  // how its results and what it saves inside are made, and how what it saves is converted
 };
 
 // What is known of how long the program holds a value: see stash/place.py. It is learned on.

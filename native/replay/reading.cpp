@@ -540,6 +540,38 @@ at::Tensor fetch(const Slot& reader, const Given& given) {
 
 namespace {
 
+// What a function has saved inside; whatever else of that has yet to be made again is held with it. See Note: [saved
+// inside] in repeating.py, and making.shared.
+at::Tensor made_inside(Slot& slot, const Tree& tree, const Inputs& inputs, const Object& tensors) {
+    std::vector<std::shared_ptr<Slot>> others;
+    if (&tree == &slot.value.tree)
+        for (const auto& each : inputs.inside) {
+            auto other = each.lock();
+            const bool is_awaited = other != nullptr && other->state == State::remade && other->round == 0;
+            if (is_awaited && other.get() != &slot) others.push_back(std::move(other));
+        }
+    const auto size = static_cast<Py_ssize_t>(others.size());
+    const Object numbers = Object::taken(PyTuple_New(size + 1));
+    PyTuple_SET_ITEM(numbers.get(), 0, number_of(static_cast<int64_t>(tree.inside)).release());
+    for (Py_ssize_t index = 0; index < size; ++index)
+        PyTuple_SET_ITEM(numbers.get(), index + 1, number_of(static_cast<int64_t>(others[index]->value.tree.inside)).release());
+    const Object found = call(slot.session->repeat_inside.get(), tree.as_called.get(), tree.function.get(), tensors.get(),
+                              inputs.random_state.is_none() ? Py_None : inputs.random_state.get(), numbers.get());
+    for (Py_ssize_t index = 0; index < size; ++index) {
+        PyObject* made = PyList_GET_ITEM(found.get(), index + 1);
+        if (made == Py_None) continue;
+        Slot& other = *others[index];
+        const at::Tensor& whole = THPVariable_Unpack(made);
+        begin_round(other);
+        check_sample(other, whole);
+        hold_made(other, detached(whole));
+        for (const auto& leaf : other.leaves)
+            if (leaf->state == State::remade && leaf->value.shares) let_go_of_made(*leaf);
+        ++other.taken().decodes;
+    }
+    return THPVariable_Unpack(PyList_GET_ITEM(found.get(), 0));
+}
+
 // What the function returns; see repeating.repeat, which has more to do for some calls.
 at::Tensor called(const Tree& tree, PyObject* tensors) {
     const Py_ssize_t size = PyTuple_GET_SIZE(tree.args.get());
@@ -581,6 +613,7 @@ at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
     }
     const bool is_all = !tree.args.is_none() && !at::autocast::is_autocast_enabled(tree.result.device.type());
     if (is_all) return called(tree, tensors.get());
+    if (tree.inside >= 0) return made_inside(slot, tree, inputs, tensors);
     const Object result = call(slot.session->repeat.get(), tree.as_called.get(), tree.function.get(), tensors.get(),
                                inputs.random_state.is_none() ? Py_None : inputs.random_state.get());
     return THPVariable_Unpack(result.get());

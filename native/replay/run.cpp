@@ -159,23 +159,31 @@ void verify(Run& run, Packed* packed) {
 
 const void* type_of(const torch::autograd::Node& node) { return typeid(node).name(); }
 
+// The result of that number; null where there is none.
+PyObject* item_of(PyObject* result, int number) {
+    if (!PyTuple_Check(result) && !PyList_Check(result)) return number == 0 ? result : nullptr;
+    return number < PySequence_Fast_GET_SIZE(result) ? PySequence_Fast_GET_ITEM(result, number) : nullptr;
+}
+
+using NodePointer = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;  // another one in each torch
+
+// The node that has made a result, or that one of several; null where it is none of autograd's.
+NodePointer node_behind(PyObject* result, int number) {
+    result = item_of(result, number);
+    return result != nullptr && is_plain(result) ? THPVariable_Unpack(result).grad_fn() : nullptr;
+}
+
 // Whether the nodes behind a result are those that have saved the tensors of a call, each its own.
 bool are_nodes(Run& run, const Call& known, PyObject* result) {
+    std::vector<NodePointer> nodes;
     for (const NodeCheck& check : known.nodes) {
-        PyObject* object = result;
-        if (!THPVariable_Check(result)) {
-            if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) <= check.result) return false;
-            object = PyTuple_GET_ITEM(result, check.result);
-        } else if (check.result != 0) {
-            return false;
-        }
-        if (!is_plain(object)) return false;
-        auto node = THPVariable_Unpack(object).grad_fn();
+        auto node = check.behind < 0 ? node_behind(result, check.result) : nodes[check.behind];
         for (const int edge : check.path) {
             if (!node || static_cast<size_t>(edge) >= node->num_outputs()) return false;
             node = node->next_edge(edge).function;
         }
         if (!node || type_of(*node) != check.type) return false;
+        nodes.push_back(node);
         for (const int save : check.saves) {
             const size_t index = static_cast<size_t>(save - known.first);
             auto* packed = reinterpret_cast<Packed*>(run.current[index].get());
@@ -201,12 +209,14 @@ bool are_nodes(Run& run, const Call& known, PyObject* result) {
     return true;
 }
 
-bool fits(const Argument& known, PyObject* arg, c10::StorageImpl* made, bool aliases, std::vector<at::Tensor>& found) {
+bool fits(const Argument& known, PyObject* arg, const std::vector<c10::StorageImpl*>& made, bool aliases,
+          std::vector<at::Tensor>& found) {
     switch (known.what) {
         case Argument::What::tensor: {
             if (reinterpret_cast<PyObject*>(Py_TYPE(arg)) != known.constant.get() || !is_plain(arg)) return false;
             const at::Tensor& x = THPVariable_Unpack(arg);
-            if (!is_ordinary(x) || !known.layout.fits(x) || (storage_of(x) == made) != aliases) return false;
+            if (!is_ordinary(x) || !known.layout.fits(x)) return false;
+            if ((std::find(made.begin(), made.end(), storage_of(x)) != made.end()) != aliases) return false;
             found.push_back(x);
             return true;
         }
@@ -235,15 +245,12 @@ bool fits(const Argument& known, PyObject* arg, c10::StorageImpl* made, bool ali
 }
 
 // The tensors that a call has read, if it is like the one that was noted; whether it is.
-bool fits_call(const Noted& noted, PyObject* args, PyObject* kwargs, const at::Tensor& result,
+bool fits_call(const Noted& noted, PyObject* args, PyObject* kwargs, const std::vector<c10::StorageImpl*>& made,
                std::vector<at::Tensor>& read) {
-    if (!is_ordinary(result) || !noted.result.fits(result)) return false;
-    if (static_cast<int64_t>(result.storage().nbytes()) != noted.result.nbytes) return false;
     if (PyTuple_GET_SIZE(args) != static_cast<Py_ssize_t>(noted.args.size())) return false;
     const Py_ssize_t named = kwargs == nullptr ? 0 : PyDict_Size(kwargs);
     if (named != static_cast<Py_ssize_t>(noted.named.size())) return false;
     std::vector<at::Tensor> found;
-    c10::StorageImpl* made = storage_of(result);
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(args); ++index)
         if (!fits(noted.args[index], PyTuple_GET_ITEM(args, index), made, noted.in_place && index == 0, found)) return false;
     if (named != 0) {
@@ -325,32 +332,46 @@ at::Tensor copy_of(Run& run, const at::Tensor& x, bool is_shared) {
 }
 
 bool has_autocast_of(const Noted& noted) {
-    const auto type = noted.result.device.type();
+    const auto type = noted.made.front().layout.device.type();
     if (!at::autocast::is_autocast_enabled(type)) return !noted.has_autocast;
     return noted.has_autocast && at::autocast::get_autocast_dtype(type) == noted.autocast;
 }
 
-// What a call that is noted makes: its result, or a tensor that it has saved, as the conversion returned it.
-at::Tensor made_by(const Run& run, const Noted& noted, int first, PyObject* result) {
-    if (noted.saved < 0) return is_plain(result) ? THPVariable_Unpack(result) : at::Tensor();
-    const at::Tensor& dense = reinterpret_cast<const Packed*>(run.current[noted.saved - first].get())->dense;
-    const Layout& layout = noted.result;
-    const bool is_whole = dense.defined() && static_cast<int64_t>(dense.storage().nbytes()) == layout.nbytes;
-    return is_whole ? dense.as_strided(layout.sizes, layout.strides, layout.offset) : at::Tensor();
+// What a call that is noted makes: a result, or a tensor that it has saved, as a conversion returned it. Undefined where
+// it is not as it was.
+at::Tensor made_by(const Run& run, const Made& made, int first, PyObject* result) {
+    const Layout& layout = made.layout;
+    const auto is_whole = [&](const at::Tensor& x) {
+        return is_ordinary(x) && static_cast<int64_t>(x.storage().nbytes()) == layout.nbytes;
+    };
+    if (made.saved >= 0) {
+        const at::Tensor& dense = reinterpret_cast<const Packed*>(run.current[made.saved - first].get())->dense;
+        if (!dense.defined() || !is_whole(dense)) return {};
+        return dense.as_strided(layout.sizes, layout.strides, layout.offset);
+    }
+    if (made.output >= 0) result = item_of(result, made.output);
+    if (result == nullptr || !is_plain(result)) return {};
+    const at::Tensor& x = THPVariable_Unpack(result);
+    return is_whole(x) && layout.fits(x) ? x : at::Tensor();
 }
 
-// Notes how a content was made, if that is as it was.
+// Notes how contents were made, if that is as it was.
 void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, PyObject* result,
           const Object& random_state) {
     const Call& known = run.script->calls[call];
     const int number = is_cast ? call + static_cast<int>(run.script->calls.size()) : call;
     const Noted& noted = is_cast ? known.cast : known.noted;
     const at::NoGradGuard unrecorded;
-    std::vector<at::Tensor> read;
-    const auto fail = [&] { run.registers[noted.makes].is_bad = true; };
-    const at::Tensor made = made_by(run, noted, known.first, result);
-    if (!made.defined()) return fail();
-    if (!fits_call(noted, args, kwargs, made, read)) return fail();
+    std::vector<at::Tensor> read, made;
+    std::vector<c10::StorageImpl*> filled;
+    const auto fail = [&] {
+        for (const Made& each : noted.made) run.registers[each.contents].is_bad = true;
+    };
+    for (const Made& each : noted.made) {
+        made.push_back(made_by(run, each, known.first, result));
+        if (made.back().defined()) filled.push_back(storage_of(made.back()));
+    }
+    if (!fits_call(noted, args, kwargs, filled, read)) return fail();
     if (settings_now() != run.script->settings || !has_autocast_of(noted)) return fail();
     auto inputs = std::make_shared<Inputs>();
     for (size_t index = 0; index < read.size(); ++index) {
@@ -377,7 +398,14 @@ void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, Py
         }
     }
     inputs->random_state = random_state;
-    meet(run, noted.makes, made, version_of(made));
+    for (size_t index = 0; index < made.size(); ++index) {
+        const int contents = noted.made[index].contents;
+        if (made[index].defined()) {
+            meet(run, contents, made[index], version_of(made[index]));
+        } else {
+            run.registers[contents].is_bad = true;
+        }
+    }
     run.inputs[number] = std::move(inputs);
 }
 
@@ -493,21 +521,21 @@ bool lean(Run& run, Slot& slot, const Given& given) {
     return true;
 }
 
-bool lean_on_call(Run& run, Slot& slot, int call) {
-    const auto& inputs = run.inputs[call];
+bool lean_on_call(Run& run, Slot& slot, const Tree& tree) {
+    const auto& inputs = run.inputs[tree.call];
     if (inputs == nullptr || inputs->is_stale) return false;
     for (size_t index = 0; index < inputs->tensors.size(); ++index)
         if (inputs->versions[index] >= 0 && version_of(inputs->tensors[index]) != inputs->versions[index]) return false;
-    slot.inputs.emplace_back(call, inputs);
-    const Noted& noted = run.script->noted(call);
-    if (run.registers[noted.makes].is_bad) return false;
+    slot.inputs.emplace_back(tree.call, inputs);
+    const Noted& noted = run.script->noted(tree.call);
+    if (run.registers[noted.made[tree.made].contents].is_bad) return false;
     return std::all_of(noted.registers.begin(), noted.registers.end(), [&](int each) {
         return each < 0 || (run.registers[each].is_known && !run.registers[each].is_bad);
     });
 }
 
 bool lean_on_all(Run& run, Slot& slot, const Tree& tree) {
-    if (!lean_on_call(run, slot, tree.call)) return false;
+    if (!lean_on_call(run, slot, tree)) return false;
     for (const Given& given : tree.given) {
         if (given.from == Given::From::value && !lean(run, slot, given)) return false;
         if (given.from == Given::From::call && !lean_on_all(run, slot, tree.inner[given.number])) return false;
@@ -541,6 +569,7 @@ bool remake(Run& run, Slot& slot, const at::Tensor& whole) {
         return false;
     }
     take_sample(run, slot, whole);
+    if (slot.value.tree.inside >= 0) slot.inputs.front().second->inside.push_back(slot.weak_from_this());
     for (const auto& leaf : slot.leaves)
         if (leaf->state == State::held && leaf->is_pending)
             run.session->leaning[leaf->storage].push_back(slot.weak_from_this());
@@ -677,7 +706,7 @@ void touch(Session& session, Run* run, const at::Tensor& x, bool is_unseen) {
         if (each.is_known && each.storage._unsafe_get_target() == storage) each.is_bad = true;
 }
 
-enum Kinds : long { EFFECT = 7, CHEAP = 8, MAY_DRAW = 16, IS_ATTRIBUTE = 32, INPLACE_AT = 64 };
+enum Kinds : long { EFFECT = 7, CHEAP = 8, MAY_DRAW = 16, IS_ATTRIBUTE = 32, SEEN_INSIDE = 64, INPLACE_AT = 128 };
 enum Effect : long { NONE = 0, CHANGES = 1, CHANGES_STATISTICS = 2, CHANGES_SELF = 3, ESCAPES = 4 };
 
 bool is_set(PyObject* flag) { return flag != nullptr && flag != Py_None && flag != Py_False; }
@@ -935,6 +964,7 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
                                    static_cast<size_t>(calls[number].first) == run->next_save
                                ? &calls[number]
                                : nullptr;
+    if (expected == nullptr && (kind & SEEN_INSIDE)) return otherwise();  // which may have its operations asked about
     Object random_state;
     if (expected != nullptr && expected->noted.draws) {
         const Object named = kwargs == nullptr ? Object(Py_None) : Object(kwargs);

@@ -47,6 +47,7 @@ struct Inputs {
     bool is_stale = false;            // one of these was changed since
     at::Tensor mean, invstd;
     Object random_state;
+    mutable std::vector<std::weak_ptr<Slot>> inside;  // values that the call saves inside, which it is to make again
 };
 
 enum class State { held, stored, remade };
@@ -136,7 +137,7 @@ private:
 // Functions of Python, by their names; see replay/replaying.py.
 #define BACKSTASH_CALLBACKS(X) \
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
-    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(enter_settings) X(leave_settings) \
+    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(repeat_inside) X(enter_settings) X(leave_settings) \
     X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
     X(check_reference) X(fetch) X(view) X(told) X(damaged) X(touched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from backstash import Session
 from backstash.policies import lossless
 from backstash.torch_internals import dispatch_to_modes, function_modes
 from tests.modes import Seeing
-from tests.replay.test_replaying import STEPS
+from tests.replay.twins import STEPS
 
 
 class Model(nn.Module):
@@ -172,3 +173,33 @@ def test_threads_do_not_disturb_each_other() -> None:
         F.relu(models[number].out(x)).sum().backward()
         assert torch.equal(found, models[number].out.weight.grad)
     assert F.handle_torch_function is dispatch_to_modes
+
+
+class Named(Tensor):
+    """A class of a program, whose tensors do what others do."""
+
+
+class Overwriting(Model):
+    """What it is given is overwritten by a function in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        made = F.relu(x, inplace=True)
+        assert isinstance(made, Tensor)
+        return super().forward(made.as_subclass(Tensor))
+
+
+def test_a_call_that_the_interpreter_leaves_to_the_observer_returns_its_result() -> None:
+    model = Overwriting()
+    opened = settled(model)
+    for kind in (Named, Tensor):
+        found = []
+        for session in (None, opened):
+            model.zero_grad()
+            torch.manual_seed(3)
+            x = torch.randn(64, 64).as_subclass(kind)
+            with session or nullcontext():
+                loss = model(x)
+            loss.backward()
+            found.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -21,7 +21,7 @@ from backstash.replay.program import PlaneKernel
 from backstash.saved import Mask, PoolWindow, TensorSpec, Test
 from backstash.testing import equal_bits
 from tests.codecs import codec_strategies as tensors
-from tests.replay.test_replaying import STEPS, Twin, _copy
+from tests.replay.twins import STEPS, Twin, copy_of
 
 if backends.name("cpu") != "native":
     pytest.skip("the kernels in C++ do not serve", allow_module_level=True)
@@ -138,7 +138,7 @@ def test_each_kind_is_encoded_as_on_the_long_way() -> None:
     torch.manual_seed(0)
     model, x = Kinds(), torch.randn(4, 3, 40, 40)
     options = {"policy": "lossless_stored", "min_nbytes": 256}
-    replayed, reference = Twin(model, **options), Twin(_copy(model), **options)
+    replayed, reference = Twin(model, **options), Twin(copy_of(model), **options)
     reference.session._replaying = reference.session._forward.replaying = None
     replayed.settle(x)
     for _ in range(STEPS):

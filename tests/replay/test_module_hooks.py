@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from backstash import Session
 from backstash.capture import modules
-from tests.replay.test_replaying import STEPS
+from tests.replay.twins import STEPS
 
 GLOBAL = nn.modules.module
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from backstash import Session
 from backstash.policies import lossless
 from backstash.stash import seams
-from tests.replay.test_replaying import STEPS
+from tests.replay.twins import STEPS
 
 
 class Inner(nn.Module):

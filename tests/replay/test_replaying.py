@@ -31,10 +31,7 @@ from backstash.saved import Need, SavedTensor
 from backstash.stash import seams
 from tests.networks import families
 from tests.networks.resnet import resnet
-
-MIN_NBYTES = 4096
-STEPS = learned.EQUAL_PASSES + 3
-"""Steps after which a pass is known."""
+from tests.replay.twins import MIN_NBYTES, STEPS, Twin, copy_of, costly
 
 Loss = Callable[[], Tensor]
 
@@ -57,57 +54,6 @@ class Block(nn.Module):
 
 def images(batch: int = 4, size: int = 16) -> Tensor:
     return torch.randn(batch, 4, size, size, generator=torch.Generator().manual_seed(batch))
-
-
-class Twin:
-    """A model that trains plain, and a copy of it that trains under a Session: their gradients are compared."""
-
-    def __init__(self, model: nn.Module, policy: Any = "lossless", **options: Any) -> None:
-        self.plain, self.other = model, _copy(model)
-        options = {"min_nbytes": MIN_NBYTES, "stop_if_useless": False, **options}
-        self.session = Session(policy, model=self.other, **options)
-
-    @property
-    def passes(self) -> learned.Passes:
-        passes: learned.Passes = self.session._names.learned.passes
-        return passes
-
-    def change(self, change: Callable[[Any], object]) -> None:
-        """Does the same to both."""
-        change(self.plain)
-        change(self.other)
-
-    def step(self, x: Tensor, backward: Callable[[Tensor], object] = Tensor.backward) -> None:
-        """A step of both, after which they have the same gradients and buffers."""
-        found = []
-        for model, entered in ((self.plain, False), (self.other, True)):
-            model.zero_grad()
-            torch.manual_seed(3)
-            if entered:
-                with self.session:
-                    loss = model(x)
-            else:
-                loss = model(x)
-            backward(loss)
-            found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter -= 0.01 * parameter.grad
-        assert len(found[0]) == len(found[1])
-        assert all(x.equal(y) for x, y in zip(*found, strict=True))
-
-    def settle(self, x: Tensor) -> None:
-        """Steps until passes are replayed."""
-        for _ in range(STEPS):
-            self.step(x)
-        assert self.session._is_replayed, self.passes.refusal
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(model)
 
 
 @pytest.fixture
@@ -308,12 +254,14 @@ def test_what_was_changed_after_it_was_saved_is_an_error(twin: Twin) -> None:
 def test_what_is_made_again_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch, in_python: bool) -> None:
     off = [0.0]
 
-    def differing(number: int, function: Any, as_called: Any, places: Any, *rest: Any) -> CallTree:
+    def differing(
+        call: int, made: int, inside: int, function: Any, as_called: Any, places: Any, *rest: Any
+    ) -> CallTree:
         def other(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) + off[0]
 
         assert places is not None, "the interpreter may call it itself"
-        return CallTree(number, other, as_called, None if in_python else places, *rest)
+        return CallTree(call, made, inside, other, as_called, None if in_python else places, *rest)
 
     monkeypatch.setattr(recorder, "CallTree", differing)
     torch.manual_seed(0)
@@ -581,12 +529,6 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def costly(otherwise: Any = None) -> Policy:
-    """Everything is made again, by costly calls too."""
-    recompute = bs.policies.Recompute(otherwise or Keep(), any_producer=True)
-    return bs.policies.Rules((("*", recompute),), otherwise=bs.policies.get("lossless"))
-
-
 def rows(seed: int = 0) -> Tensor:
     return torch.randn(128, 64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
 
@@ -666,23 +608,6 @@ def test_a_layer_that_is_frozen_is_called_as_it_is_followed() -> None:
     twin.change(lambda model: model.layers[1].requires_grad_(True))
     for _ in range(STEPS):
         twin.step(rows())
-
-
-class Attention(Deep):
-    """Attention saves tensors inside that no function returns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As Deep, and attention of one head."""
-        x = F.gelu(self.layers[0](x))
-        return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.1).square().mean()
-
-
-def test_what_a_function_saves_inside_goes_the_long_way() -> None:
-    torch.manual_seed(0)
-    twin = Twin(Attention(), costly())
-    for _ in range(2 * STEPS):
-        twin.step(rows())
-    assert twin.session._is_replayed or "inside" in twin.passes.refusal
 
 
 def test_a_graph_of_remade_values_may_be_read_twice_and_dropped() -> None:
@@ -854,7 +779,7 @@ def test_zvc_is_encoded_as_on_the_long_way(rows: int, dtype: torch.dtype) -> Non
     """The same planes, whatever share of the numbers is zero; and none where a sample has too few zeros."""
     torch.manual_seed(0)
     model, x = Sparse().to(dtype), torch.randn(rows, 96, dtype=dtype)
-    replayed, reference = Twin(model, ONLY_ZVC, min_nbytes=0), Twin(_copy(model), ONLY_ZVC, min_nbytes=0)
+    replayed, reference = Twin(model, ONLY_ZVC, min_nbytes=0), Twin(copy_of(model), ONLY_ZVC, min_nbytes=0)
     reference.session._replaying = reference.session._forward.replaying = None
     for _ in range(STEPS):
         replayed.step(x)

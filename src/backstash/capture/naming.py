@@ -26,16 +26,22 @@ def find_saved(result: Any, unnamed: list[Saved]) -> tuple[NamedTensors, list[Sa
     return find_by_nodes(nodes, wanted), list(wanted.values())
 
 
+def most_nodes(wanted: int) -> int:
+    """How many nodes behind a function's results are looked at for so many tensors."""
+    return 16 + 8 * wanted
+
+
 def find_by_nodes(nodes: list[Any], wanted: dict[int, Saved]) -> NamedTensors:
     """As :func:`find_saved`. Found tensors are removed from ``wanted``.
 
     The walk is bounded: what a function returns may hang on a long graph although the node that saved is not in it.
     """
     answer: NamedTensors = []
-    most = 16 + 8 * len(wanted)
+    most, seen = most_nodes(len(wanted)), set()
     for node in nodes:  # which grows on the way
-        if node is None:
+        if node is None or node in seen:
             continue
+        seen.add(node)
         found = _found(node, wanted)
         if found:
             answer.append((node, found))

@@ -164,7 +164,7 @@ class Observer(TorchFunctionMode):
         except TypeError:  # it cannot be hashed
             func = _original_of(func, sys._getframe(1))
         done = self._watch(func, args, kwargs)
-        if done is not _LONG_WAY:
+        if done is not LONG_WAY:
             return done
         if is_traced():  # Note: [transforms] in transforms.py
             return func(*args, **(kwargs or {}))
@@ -217,7 +217,7 @@ class Observer(TorchFunctionMode):
                 if recomputes and any_autocast():
                     listener.cast_inside(func, args, kwargs, result)
                 listener.after_function(result)
-        if noted and type(result) in _RESULTS:
+        if noted and (type(result) is Tensor or isinstance(result, (tuple, list))):  # those of torch may have names
             with no_torch_function():
                 listener.made(func, args, kwargs, result, before)
         if recorder is not None:
@@ -354,17 +354,16 @@ class _Kind:
         self.assigns_data = func == _ASSIGN_DATA
 
 
-_RESULTS = frozenset({Tensor, tuple, list})
 _ATTENTION = seen_inside(F.multi_head_attention_forward)
 
 _kinds: dict[Callable[..., Any], _Kind] = {}
-_LONG_WAY = object()
+LONG_WAY = object()
 """What is returned for a call that belongs to no pass that is known (Note: [settled passes])."""
 
 
 def _to_the_long_way(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Leaves a call to the observer."""
-    return _LONG_WAY
+    return LONG_WAY
 
 
 def _pass_on(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

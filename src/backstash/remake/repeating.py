@@ -30,7 +30,7 @@ Note: [as called]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
@@ -44,7 +44,7 @@ from backstash import accelerator, graphs, repeatable
 from backstash.codecs.base import flat
 from backstash.ops.bits import bits_of
 from backstash.proofs import Answer, proofs
-from backstash.remake.calls import INPUT, Call, Group
+from backstash.remake.calls import INPUT, Call
 from backstash.saved import TensorSpec
 from backstash.torch_internals import (
     as_if_outermost,
@@ -96,11 +96,16 @@ def repeat(
         call: the call.
         function: what is called.
         tensors: what is read in the places of the call's tensors.
-        take: of a call that has saved tensors inside: is given all of them with their numbers, instead of the group.
+        take: of a call that has saved tensors inside: is given all of them with their numbers.
 
     Returns:
-        The result, without a graph. If ``take`` is given, what the function has returned.
+        What the call makes, without a graph. If ``take`` is given, what the function has returned.
     """
+    if take is None and call.group is not None and call.saved is not None:
+        found = repeat_inside(call, function, tensors, {call.saved, *call.group.wanted()})
+        made = found.pop(call.saved)
+        call.group.made = found
+        return made
     try:
         return _repeat(call, function, tensors, take)
     except Warning:  # a filter makes an error of it, and the program's own call has warned before
@@ -131,8 +136,6 @@ def _repeat(
 
     if take is not None:
         return _output(call, run(_numbered(take)))
-    if call.group is not None:
-        return _repeat_inside(call, call.group, run)
     return _output(call, run()).detach()
 
 
@@ -149,29 +152,35 @@ def _arguments(call: Call, tensors: list[Tensor]) -> tuple[list[Any], dict[str, 
     return args, {key: _with_tensors(arg, given) for key, arg in call.kwargs.items()}
 
 
-def _repeat_inside(call: Call, group: Group, run: Callable[[Callable[[Tensor], None]], Any]) -> Tensor:
-    """Collects what a function saves inside, which ``run`` runs as it was called with the hook that it is given.
+def repeat_inside(
+    call: Call, function: Callable[..., Any], tensors: list[Tensor], wanted: Collection[int]
+) -> dict[int, Tensor]:
+    """Calls a function once more for what it saves inside.
 
     Note: [saved inside]
         Attention with dropout, a loss or a recurrent network are single functions to the program, and save tensors that
         no function returns. They are the n-th that the function saves. So it is called with hooks that count, and all
         of them that are wanted are taken at once, because their readers are neighbours. If it is called for its result,
         which may be long before, they are not taken.
+
+    Args:
+        call: the call that has saved something inside.
+        function, tensors: as for :func:`repeat`.
+        wanted: the numbers of those that are taken, that of the call among them.
+
+    Returns:
+        What was saved, by its number. Another one than the call's may be missing.
     """
-    wanted = set() if call.saved is None else {call.saved, *group.wanted()}
     found: dict[int, Tensor] = {}
 
     def take(number: int, x: Tensor) -> None:
         if number in wanted:
             found[number] = x.detach()
 
-    result = _output(call, run(_numbered(take)))
-    if call.saved is not None:
-        if call.saved not in found:
-            raise RuntimeError(f"{call.name} has saved fewer tensors inside than it had when it was called first")
-        result = found.pop(call.saved)
-    group.made = found
-    return result.detach()
+    repeat(call, function, tensors, take)
+    if call.saved not in found:
+        raise RuntimeError(f"{call.name} has saved fewer tensors inside than it had when it was called first")
+    return found
 
 
 def as_called(

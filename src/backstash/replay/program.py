@@ -129,6 +129,8 @@ class CallTree:
 
     Attributes:
         call: its number among the script's calls.
+        made: which of the contents that it makes is wanted.
+        inside: the number of the tensor that it saves inside, if that is wanted; -1 for a result.
         function: what is called, which may write over its first argument.
         as_called: the call as it was noted, without its inputs.
         places: of its inputs among the arguments, where calling the function is all that there is to do; else None.
@@ -141,6 +143,8 @@ class CallTree:
     """
 
     call: int
+    made: int
+    inside: int
     function: Any
     as_called: Any
     places: tuple[int, ...] | None
@@ -152,7 +156,8 @@ class CallTree:
     one_pass: OnePassTree | None = None
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(self._inputs())})"
+        made = f"{self.name}({', '.join(self._inputs())})"
+        return made if self.inside < 0 else f"{made}, saved inside as number {self.inside}"
 
     def _inputs(self) -> Iterator[str]:
         for each in self.given:
@@ -323,14 +328,16 @@ class SavingNode:
     """A node that saves tensors: where it is found behind the results of its call, and what has to be true of it.
 
     Attributes:
-        result: the number of the result.
-        path: which edges lead to it.
+        result: the number of the result behind which it is found.
+        behind: the number of the call's node behind which it is found; -1 for the result.
+        path: which edges lead to it from there.
         type: what tells its type from others.
         saves: the numbers of what it saves.
         asked: names of its scalars, and what they were.
     """
 
     result: int
+    behind: int
     path: tuple[int, ...]
     type: int
     saves: tuple[int, ...]
@@ -338,13 +345,29 @@ class SavingNode:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeContent:
+    """What a call makes: one of its results, or a tensor that it saves.
+
+    Attributes:
+        spec: of the tensor, which fills its storage.
+        register: of what it holds.
+        output: which of several results it is; -1 for the only one.
+        saved: the number of its save; -1 for a result.
+    """
+
+    spec: TensorSpec
+    register: int
+    output: int
+    saved: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotedCall:
-    """What a call that makes a value again has to be like: see remake/patterns.py.
+    """What a call that makes values again has to be like: see remake/patterns.py.
 
     Attributes:
         args, kwargs: the arguments, with a Slot in the place of each tensor.
-        as_called: the call as it was noted, without its inputs.
-        result: the spec of the result, which fills its storage.
+        made: what of that which the call makes others are made from, or are.
         in_place: whether the first argument becomes the result.
         draws: whether it draws random numbers.
         chosen: which of the tensors among the arguments are read; None for all.
@@ -352,16 +375,13 @@ class NotedCall:
         shared: which of them are parameters of the model, whose copies calls share.
         referenced: which of them are parameters that are read where they are.
         needs_grad: for each whether autograd followed it; empty where that makes no difference.
-        makes: the register of the result.
         mean, invstd: the numbers of the saves that are a batch norm's statistics; -1 for none.
         autocast: the dtype of autocast; None where that was off.
-        saved: the number of the save that is made; -1 for the result of the function.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    as_called: Any
-    result: TensorSpec
+    made: tuple[MadeContent, ...]
     in_place: bool
     draws: bool
     chosen: tuple[int, ...] | None
@@ -369,11 +389,9 @@ class NotedCall:
     shared: tuple[bool, ...]
     referenced: tuple[bool, ...]
     needs_grad: tuple[bool, ...]
-    makes: int
     mean: int
     invstd: int
     autocast: torch.dtype | None
-    saved: int = -1
 
 
 @dataclass(slots=True)
@@ -384,7 +402,7 @@ class KnownCall:
         function: what is called.
         first, saves: the number of the first save in it, and how many there are.
         nodes: what saves them.
-        noted: how it makes its result.
+        noted: how it makes its results, and what it saves inside.
         cast: how autocast converts what it saves; in a tree, its number is that of the call behind those of all calls.
     """
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backstash import repeatable
+from backstash.capture import naming
 from backstash.capture.forward import Forward
 from backstash.capture.names import ModuleEvent, Names
 from backstash.codecs import base
@@ -38,6 +41,7 @@ from backstash.replay.program import (
     GivenInput,
     InputSource,
     KnownCall,
+    MadeContent,
     NotedCall,
     OnePassTree,
     ReplayedInput,
@@ -97,7 +101,7 @@ class _Entry:
     cdata: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Made:
     """A content that was made in a call: its result, or what autocast has converted for a save.
 
@@ -106,7 +110,7 @@ class _Made:
         pattern: what the function is given then.
         draws: whether it draws random numbers.
         shared: which of the tensors that are read are parameters of the model, whose copies calls share.
-        save: the number of the save; -1 for the result.
+        save: the number of its save; -1 for a result.
     """
 
     content: Content
@@ -126,7 +130,7 @@ class _Call:
     saves: int = 0
     named: list[tuple[Any, list[tuple[str, Saved]]]] = field(default_factory=list)
     nodes: list[SavingNode] = field(default_factory=list)
-    made: _Made | None = None
+    made: list[_Made] = field(default_factory=list)
     cast: _Made | None = None
 
 
@@ -164,12 +168,14 @@ class RecordingForward(Forward):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
         """As Forward.made."""
-        is_looked_at = type(result) is Tensor and result.layout is torch.strided and not is_odd(result)
         contents = self._recorder.tape.contents
-        before = contents.of(result).call if is_looked_at else None
+        results = [x for x in _results(result) if _is_noted(x)]
+        before = [contents.of(x).call for x in results]
         super().made(function, args, kwargs, result, random_state)
-        if is_looked_at and contents.of(result).call is not before:
-            self._recorder.made(contents, contents.of(result), args, kwargs)
+        for x, call in zip(results, before, strict=True):
+            if contents.of(x).call is not call:
+                self._recorder.made(contents, contents.of(x), args, kwargs)
+        self._recorder.made_inside(contents, args, kwargs)
 
     def cast_inside(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -228,7 +234,7 @@ class Recorder:
         if call.saves:
             self._find_nodes(call, result)
         call.named.clear()
-        if not call.saves and call.made is None:
+        if not call.saves and not call.made:
             self._left_out.append(call)
             return
         # One of the same function that is left out would be taken for this one.
@@ -282,8 +288,21 @@ class Recorder:
             name = getattr(self._open.function, "__name__", "a torch function")
             self.refuse(f"{name} has saved a tensor by a node that is not found")
 
-    def made(self, contents: Contents, content: Content, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A function has made a content."""
+    def made_inside(self, contents: Contents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function has made what it has saved inside (Note: [saved inside] in remake/repeating.py)."""
+        first = len(self.entries) if self._open is None else self._open.first
+        for number, entry in enumerate(self.entries[first:], first):
+            saved = None if entry.saved is None else entry.saved()
+            if saved is None or saved.dense is None or not _is_noted(saved.dense):
+                continue
+            content = contents.of(saved.dense)
+            if content.call is not None and content.call.saved == number - first:
+                self.made(contents, content, args, kwargs, number)
+
+    def made(
+        self, contents: Contents, content: Content, args: tuple[Any, ...], kwargs: dict[str, Any], save: int = -1
+    ) -> None:
+        """A function has made a content, which is a result, or what that save has saved."""
         call = content.call
         if self._open is None or call is None:
             return
@@ -295,7 +314,7 @@ class Recorder:
             tensors = calls.tensors_in(args, kwargs)
             read = tensors if pattern.chosen is None else [tensors[index] for index in pattern.chosen]
             shared = tuple([_is_shared(contents, x) for x in read])
-        self._open.made = _Made(content, call, pattern, draws, shared)
+        self._open.made.append(_Made(content, call, pattern, draws, shared, save))
 
     def cast(self, saved: Saved, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a function has saved is the conversion of its argument ``x``: of one call, a script knows one."""
@@ -309,22 +328,11 @@ class Recorder:
 
     def _find_nodes(self, call: _Call, result: Any) -> None:
         """Finds the way from the results to each node that has saved something."""
-        results = [result] if type(result) is Tensor else list(result) if type(result) is tuple else []
-        ways: list[tuple[Any, int, tuple[int, ...]]] = [
-            (x.grad_fn, number, ()) for number, x in enumerate(results) if type(x) is Tensor and x.grad_fn is not None
-        ]
-        at = 0
-        while at < len(ways) and at < 64:
-            node, number, path = ways[at]
-            at += 1
-            for edge, (following, _) in enumerate(node.next_functions):
-                if following is not None:
-                    ways.append((following, number, (*path, edge)))
-        first = {id(node): (number, path) for node, number, path in reversed(ways)}
+        ways = _ways(_results(result), call.saves)
+        numbered: dict[Any, int] = {}
         for node, found in call.named:
-            way = first.get(id(node))
             kind = self._type_of_node(node)
-            if way is None or not kind:
+            if node not in ways or not kind:
                 self.refuse(f"{type(node).__name__} is not found behind its results")
                 return
             numbers = []
@@ -338,8 +346,9 @@ class Recorder:
                 entry.save.gap = entry.next_number - entry.node
                 numbers.append(number)
             asked = self._asked(found[0][1])
-            call.nodes.append(SavingNode(way[0], way[1], kind, tuple(numbers), asked))
-        for node, _, _ in ways[:8]:
+            numbered[node] = len(call.nodes)
+            call.nodes.append(SavingNode(*_way_to(node, ways, numbered), kind, tuple(numbers), asked))
+        for node in islice(ways, 8):
             if type(node).__name__ in accumulation.LINEAR:
                 self._note_linear(call, node)
 
@@ -393,9 +402,10 @@ class _Writer:
         self._members: list[list[int]] = []
         self._registers: dict[int, int] = {}  # by the id of a content
         self._kept: list[Any] = []  # so that no id is given away
-        self._made = [call.made for call in recorder.calls] + [call.cast for call in recorder.calls]
-        self._numbers = {id(made.call): number for number, made in enumerate(self._made) if made is not None}
-        self._used: set[int] = set()
+        casts = [[] if call.cast is None else [call.cast] for call in recorder.calls]
+        self._made = [call.made for call in recorder.calls] + casts
+        self._numbers = {id(each.call): number for number, made in enumerate(self._made) for each in made}
+        self._used: dict[int, list[_Made]] = {}  # by the number of the call
         self._masks: dict[Mask, Mask] = {}
         self._leaves: set[int] = set()
         self._settings: Any = None
@@ -582,16 +592,11 @@ class _Writer:
 
     def _tree(self, recipe: Recipe) -> CallTree:
         call = recipe.call
-        if call.saved is not None or call.output is not None:
-            raise RefusedError(f"what {call.name} has saved inside, or one of its results, is made again")
-        number = self._numbers.get(id(call))
-        made = None if number is None else self._made[number]
-        if number is None or made is None or made.pattern is None:
-            raise RefusedError(f"{call.name} was not noted in a way that can be compared")
+        number = self._numbers.get(id(call), -1)
+        pattern, made = self._use(number, call)
         if self._settings is not None and call.settings is not self._settings:
             raise RefusedError("calls were made under different settings")
         self._settings = call.settings
-        self._used.add(number)
         given: list[GivenInput] = []
         inner: list[CallTree] = []
         for index, each in enumerate(recipe.inputs):
@@ -609,9 +614,20 @@ class _Writer:
         affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
         one_pass = self._one_pass(recipe) if recipe.fused and affine is None else None
         is_all = not call.needs_grad and call.autocast is None and not repeatable.may_draw(call.function)
-        places = made.pattern.places if is_all else None  # see repeating.repeat
-        made_by = number, recipe.function, _alone(call), places
+        places = pattern.places if is_all else None  # see repeating.repeat
+        inside = -1 if call.saved is None else call.saved
+        made_by = number, made, inside, recipe.function, _alone(call), places
         return CallTree(*made_by, tuple(given), tuple(inner), call.spec, call.name, affine, one_pass)
+
+    def _use(self, number: int, call: calls.Call) -> tuple[Pattern, int]:
+        """The pattern of a call that is repeated, and the position of what it makes among all that is used of it."""
+        found = [each for each in self._made[number] if each.call is call] if number >= 0 else []
+        if not found or found[0].pattern is None:
+            raise RefusedError(f"{call.name} was not noted in a way that can be compared")
+        used = self._used.setdefault(number, [])
+        if found[0] not in used:
+            used.append(found[0])
+        return found[0].pattern, used.index(found[0])
 
     def _one_pass(self, recipe: Recipe) -> OnePassTree | None:
         found = onepass.one_pass_of(recipe)
@@ -679,10 +695,8 @@ class _Writer:
 
     def _vectors(self, norm: Recipe) -> tuple[int, int, int]:
         """The number of a batch norm's call, and which of its inputs weight and bias are; -1 for none."""
-        number = self._numbers.get(id(norm.call))
-        if number is None:
-            raise RefusedError("a batch norm was not noted")
-        self._used.add(number)
+        number = self._numbers.get(id(norm.call), -1)
+        self._use(number, norm.call)
         indices = {id(each): index for index, each in enumerate(norm.call.inputs)}
         weight, bias = norm.call.named_input("weight"), norm.call.named_input("bias")
         return number, indices.get(id(weight), -1), indices.get(id(bias), -1)
@@ -692,19 +706,20 @@ class _Writer:
         return KnownCall(call.function, call.first, call.saves, call.nodes, self._noted(number), cast)
 
     def _noted(self, number: int) -> NotedCall | None:
-        made = self._made[number]
-        if number not in self._used or made is None or made.pattern is None:
+        if number not in self._used:
             return None
-        noted, pattern, mean, invstd = made.call, made.pattern, -1, -1
-        if noted.statistics is not None:
+        used = self._used[number]
+        made, mean, invstd = used[0], -1, -1  # all of them were called in the same way
+        noted, pattern = made.call, made.pattern
+        assert pattern is not None
+        if any(each.call.statistics is not None for each in used):
             mean, invstd = self._statistics_of(number)
         held = [given if isinstance(given, Held) else None for given in noted.inputs]
         registers = tuple([-1 if isinstance(given, Held) else self._register(given.content) for given in noted.inputs])
         return NotedCall(
             pattern.args,
             pattern.kwargs,
-            _alone(noted),
-            noted.spec,
+            tuple([self._content_of(each) for each in used]),
             noted.in_place,
             made.draws,
             pattern.chosen,
@@ -712,17 +727,20 @@ class _Writer:
             tuple([each is not None and is_shared for each, is_shared in zip(held, made.shared, strict=True)]),
             tuple([each is not None and each.is_reference for each in held]),
             noted.needs_grad,
-            self._register(made.content),
             mean,
             invstd,
             None if noted.autocast is None else noted.autocast[1],
-            made.save,
         )
+
+    def _content_of(self, made: _Made) -> MadeContent:
+        output = -1 if made.call.output is None else made.call.output
+        return MadeContent(made.call.spec, self._register(made.content), output, made.save)
 
     def _statistics_of(self, number: int) -> tuple[int, int]:
         """The numbers of the saves that hold a norm's statistics; -1 for those of rows that are stored otherwise."""
-        call, made = self._recorder.calls[number], self._made[number]
-        assert made is not None and made.call.statistics is not None
+        call = self._recorder.calls[number]
+        made = next(each for each in self._made[number] if each.call.statistics is not None)
+        assert made.call.statistics is not None
         numbers = []
         for held in made.call.statistics:
             found = [
@@ -736,6 +754,51 @@ class _Writer:
                 raise RefusedError("a batch norm's statistics are not among what it saves")
             numbers.append(found[0])
         return numbers[0], numbers[1]
+
+
+_Ways = dict[Any, tuple[Any, int]]
+"""For nodes behind results the node from which an edge leads there, and its number; or None, and that of the result."""
+
+
+def _ways(results: list[Any], saves: int) -> _Ways:
+    """The shortest ways from a function's results to the nodes behind them, the nearest ones first."""
+    ways: _Ways = {}
+    for number, x in enumerate(results):
+        if type(x) is Tensor and x.grad_fn is not None:
+            ways.setdefault(x.grad_fn, (None, number))
+    waiting = deque(ways)
+    for _ in range(naming.most_nodes(saves)):
+        if not waiting:
+            break
+        node = waiting.popleft()
+        for edge, (following, _) in enumerate(node.next_functions):
+            if following is not None and following not in ways:
+                ways[following] = node, edge
+                waiting.append(following)
+    return ways
+
+
+def _way_to(node: Any, ways: _Ways, numbered: dict[Any, int]) -> tuple[int, int, tuple[int, ...]]:
+    """The result, the node among those that are numbered, and the edges from there: where a node is found."""
+    path: list[int] = []
+    while True:
+        before, number = ways[node]
+        if before is None:
+            return number, -1, tuple(reversed(path))
+        path.append(number)
+        if before in numbered:
+            return -1, numbered[before], tuple(reversed(path))
+        node = before
+
+
+def _results(result: Any) -> list[Any]:
+    """What a function has returned, one by one."""
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _is_noted(x: Any) -> bool:
+    """Whether a result is one whose content may be noted."""
+    return type(x) is Tensor and x.layout is torch.strided and not is_odd(x)
 
 
 def _is_shared(contents: Contents, x: Tensor) -> bool:

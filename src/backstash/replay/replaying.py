@@ -105,7 +105,7 @@ native: Any = interpreter.module
 
 if native is not None:
     native.configure(scalar_of, library.address_of)
-    native.configure_dispatch(observer.Observer, dispatch_to_modes, vars(torch.compiler))
+    native.configure_dispatch(observer.Observer, dispatch_to_modes, vars(torch.compiler), observer.LONG_WAY)
     native.configure_sizes(vars(accumulation), vars(table))
 
 
@@ -680,6 +680,14 @@ def _repeat(call: calls.Call, function: Any, tensors: list[Tensor], random_state
     return repeating.repeat(call, function, tensors)
 
 
+def _repeat_inside(
+    call: calls.Call, function: Any, tensors: list[Tensor], random_state: Tensor | None, numbers: tuple[int, ...]
+) -> list[Tensor | None]:
+    """What a function saves inside under these numbers; None for what it has not saved."""
+    found = repeating.repeat_inside(replace(call, random_state=random_state), function, tensors, numbers)
+    return [found.get(number) for number in numbers]
+
+
 def _affine(
     kernel: tuple[Any, Any],
     x: Tensor,
@@ -728,7 +736,7 @@ def _number_of(function: Any) -> int | None:
         return -1
     position = inplace_position(function)
     number = kind.effect.value + 8 * kind.is_cheap + 16 * repeatable.may_draw(function) + 32 * _is_attribute(function)
-    return number + 64 * (0 if position is None else position + 1)
+    return number + 64 * (kind.inside is not None) + 128 * (0 if position is None else position + 1)
 
 
 _CALLBACKS: dict[str, Callable[..., Any]] = {
@@ -745,6 +753,7 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "planes_nbytes": lambda stored: stored.ticket.nbytes if type(stored) is Form else stored.nbytes,
     "encode_bits": _encode_bits,
     "repeat": _repeat,
+    "repeat_inside": _repeat_inside,
     "enter_settings": _enter_settings,
     "leave_settings": _leave_settings,
     "random_state": lambda func, args, kwargs: repeatable.random_state(func, args, kwargs or {}),
