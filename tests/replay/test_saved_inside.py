@@ -1,4 +1,4 @@
-"""Values that functions save inside, and each of several results, are made again in settled passes as on the long way."""
+"""Values that functions save inside, and each of several results, are made again in settled passes too."""
 
 from __future__ import annotations
 
