@@ -64,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "redeem": {"graphs", "torch_internals", "saved", "proofs", "formulas", "ops", "interpreter", "codecs", "stash"},
     "capture": {
+        "accelerator",
         "errors",
         "torch_internals",
         "saved",

@@ -49,7 +49,7 @@ from backstash.stash.unpack import unpack
 from backstash.stash.value import Value
 from backstash.stores import DeviceStore, Store
 from backstash.stores.base import check_is_store
-from backstash.torch_internals import has_compiled, hide_from_dynamo, in_backward, no_torch_function
+from backstash.torch_internals import has_compiled, hide_from_dynamo, in_backward, inputs_of_call, no_torch_function
 
 if TYPE_CHECKING:
     from backstash.stash.ledger import PeakRow, Report
@@ -381,7 +381,7 @@ class Session:
         """A module's forward is about to run."""
         if self._names.is_outside:
             with no_torch_function():
-                self._enter_root(module if self._names.model is None else self._names.model)
+                self._enter_root(module if self._names.model is None else self._names.model, module)
         if self._replaying is None or not self._replaying.is_running:
             self._names.enter(None if self._forward.is_idle else module)
         elif self._replaying.enter(module) and not self._names.learned.runs_elsewhere:
@@ -409,9 +409,9 @@ class Session:
 
     def settle_soon(self) -> None:
         """The next pass is written down (replay/) without waiting for equal ones, so the one after it is settled."""
-        self._names.learned.passes.needed = 0
+        self._names.learned.settle_soon()
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def _enter_root(self, module: nn.Module, called: nn.Module) -> None:
         if not self._is_bound:
             self._is_bound = True
             self._names.learned = learned.learned_of(module, self._settings)
@@ -419,10 +419,10 @@ class Session:
         if torch.is_grad_enabled() and not in_backward():
             is_dropped = self._replaying is not None and self._replaying.is_dropped
             if self._live.unpacked or is_dropped:
-                self._begin_step()
+                self._begin_step(called)
             elif self._steps == 0 and self._replaying is not None and not self._forward.is_idle:
                 self._before_save()
-                self._begin_pass()
+                self._begin_pass(called)
         assert self._hooks is not None
         may_idle = self._may_idle()
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
@@ -476,8 +476,8 @@ class Session:
         if not self._names.learned.assigns_data and self._names.learned.worth.begin_step():
             warnings.warn(f"the policy {self.policy!r}: {self._names.learned.worth.notice}.", stacklevel=2)
 
-    def _begin_step(self) -> None:
-        """A forward pass begins after a backward pass: the accounts start afresh."""
+    def _begin_step(self, called: nn.Module | None = None) -> None:
+        """A forward pass begins after a backward pass, with a module or without: the accounts start afresh."""
         is_noted = self._live.watcher is not None and not self._live.unpacked
         dropped = self.accounts.take_saved() if is_noted else {}
         self._live.comparisons.check(waits=True)
@@ -494,14 +494,20 @@ class Session:
         self._live.prefetcher.begin_step(self.policy)
         self._names.begin_step()
         self._is_prepared = False
-        self._begin_pass()
+        self._begin_pass(called)
         if 0 < len(dropped) <= MOST_DROPPED:
             self.accounts.dropped = dropped
         self._live.unpacked = False  # last: what is interrupted before that is done again
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, called: nn.Module | None) -> None:
         """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
-        passes, replaying = self._names.learned.passes, self._replaying if self._may_be_known() else None
+        replaying = self._replaying if self._may_be_known() else None
+        kind = (
+            (id(called), modules.signature_of(inputs_of_call(called)))
+            if called is not None and replaying is not None
+            else None
+        )
+        passes = self._names.learned.begin_pass(kind)
         self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes)
         if self._is_replayed:
             self._forward.step = passes.step

@@ -520,14 +520,13 @@ def is_inside_compiled() -> bool:
     return frame is not None
 
 
-def keywords_of_call(module: torch.nn.Module) -> Mapping[str, Any]:
-    """The keyword arguments of a module's call that has begun, for a global hook, which is given the others only."""
+def inputs_of_call(module: torch.nn.Module) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a module's call that has begun, those with a keyword too, which no global hook is given."""
     frame = sys._getframe()
     while (frame := cast("Any", frame.f_back)) is not None:
         if frame.f_code is CODE_OF_CALL and frame.f_locals["self"] is module:
-            keywords: Mapping[str, Any] = frame.f_locals["kwargs"]
-            return keywords
-    return {}
+            return frame.f_locals["args"], frame.f_locals["kwargs"]
+    return (), {}
 
 
 def ignore_global_hooks_of_compiled_modules() -> None:

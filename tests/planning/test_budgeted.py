@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash.capture import modules
+from backstash.capture.modules import signature_of
 from backstash.errors import BatchTooLargeError, BudgetError, MeasureError, PlanError
 from backstash.planning.measure.profiling import profile_of
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run import course, retry
-from backstash.planning.run.buckets import signature_of, size_ratio
+from backstash.planning.run.buckets import size_ratio
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.search.planner import Planner
 from backstash.report.meter import CountedPeak

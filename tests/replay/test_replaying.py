@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -146,14 +146,90 @@ def test_a_session_that_is_asked_settles_in_two_passes(twin: Twin) -> None:
     assert twin.passes.needed == learned.EQUAL_PASSES  # and the next ones are waited for
 
 
-def test_another_shape_is_given_back_and_learned_anew(twin: Twin) -> None:
+def test_each_shape_settles_by_itself(twin: Twin) -> None:
+    batches = (4, 6, 3)
     twin.settle(images())
     twin.step(images(batch=6))
+    assert not twin.session._is_replayed
+    for number in range(2 * STEPS):
+        for batch in batches:
+            twin.step(images(batch))
+            assert twin.passes.misses == 0
+            assert twin.session._is_replayed or (batch != 4 and number <= STEPS)
+
+
+def test_shapes_that_never_come_back_are_forgotten(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MOST_KINDS", 4)
+    twin.settle(images())
+    for batch in range(5, 12):
+        twin.step(images(batch))
+    twin.step(images())
+    assert not twin.session._is_replayed
+    twin.settle(images())
+
+
+def test_few_shapes_have_a_script_at_a_time(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MOST_SCRIPTS", 2)
+    for batch in (4, 6, 3):
+        twin.settle(images(batch))
+    for batch, is_known in ((3, True), (6, True), (4, False)):
+        twin.step(images(batch))
+        assert twin.session._is_replayed == is_known
+
+
+def test_a_pass_that_begins_as_another_one_is_given_back(twin: Twin) -> None:
+    twin.settle(images())
+    twin.change(lambda model: setattr(model, "act", torch.sigmoid))
+    twin.step(images())
     assert twin.passes.misses == 1
     assert not twin.session._is_replayed
     for _ in range(2 * STEPS + 2):
         twin.step(images())
     assert twin.session._is_replayed
+
+
+class Adversaries(nn.Module):
+    """A network that makes pictures and another one that judges them, which are trained in turn.
+
+    Attributes:
+        is_own: whose pass it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.judges = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+
+    def losses(self, number: int) -> Iterator[Tensor]:
+        """The losses of a step, each with a pass of its own."""
+        torch.manual_seed(number)
+        noise, pictures = torch.randn(128, 64), torch.randn(128, 64)
+        with torch.no_grad():
+            made = self.makes(noise)
+        yield F.softplus(self.judges(made)).mean() + F.softplus(-self.judges(pictures)).mean()
+        yield F.softplus(-self.judges(self.makes(noise))).mean()
+
+
+def test_passes_of_several_modules_settle_each_by_itself() -> None:
+    torch.manual_seed(0)
+    plain = Adversaries()
+    other = copy_of(plain)
+    session = Session("lossless", model=other, min_nbytes=MIN_NBYTES, stop_if_useless=False)
+    are_replayed = []
+    for number in range(2 * STEPS):
+        grads = []
+        for model in (plain, other):
+            model.zero_grad()
+            losses = model.losses(number)
+            for _ in range(2):
+                with session if model is other else nullcontext():
+                    loss = next(losses)
+                loss.backward()
+                if model is other:
+                    are_replayed.append(session._is_replayed)
+            grads.append([p.grad for p in model.parameters()])
+        assert all(x.equal(y) for x, y in zip(*grads, strict=True))
+    assert all(are_replayed[-4:])
 
 
 @pytest.mark.parametrize(

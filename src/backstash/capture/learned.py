@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -65,6 +65,11 @@ EQUAL_PASSES, MOST_EQUAL_PASSES = 4, 256
 """After how many equal passes one is written down (replay/), at first and at most."""
 
 
+MOST_KINDS, MOST_SCRIPTS = 256, 16
+"""How many kinds of passes are told apart, and how many of them have a script. The one that was not met for the longest
+time is forgotten first."""
+
+
 class Limit:
     """How much is remembered of the passes of a model at most.
 
@@ -96,7 +101,10 @@ class Limit:
 
 
 class Passes:
-    """What is known of the passes of one model under one policy, which may be the same again and again.
+    """What is known of one kind of passes of a model under a policy, which may be the same again and again.
+
+    Args:
+        needed: how many equal ones there have to be.
 
     Attributes:
         script, read: the script, and the same as the interpreter has read it; None where none was written.
@@ -124,11 +132,11 @@ class Passes:
         "step",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, needed: int) -> None:
         self.script: Any = None
         self.read: Any = None
         self.counted = (0, 0)
-        self.equal, self.needed, self.since, self.misses, self.runs = 0, EQUAL_PASSES, 0, 0, 0
+        self.equal, self.needed, self.since, self.misses, self.runs = 0, needed, 0, 0, 0
         self.refusal = ""
         self.step: Any = None
         self.revision: object | None = None
@@ -143,6 +151,12 @@ class Passes:
 class Learned:
     """What is known of the steps of one model under one policy.
 
+    Note: [kinds of passes]
+        Batches have different lengths, and a generator's pass comes after a discriminator's. So passes are told apart
+        by what they begin with, the module that is called and the shapes and dtypes of what it is given, and each kind
+        has a script of its own. Where passes that begin alike differ, the script is of no use, and is written anew
+        after more and more equal ones.
+
     Attributes:
         assigns_data: whether a step has assigned the ``.data`` of a tensor that autograd had saved. An idle Session
             does not see that (Note: [assigned data] in docs/understand/hazards.md).
@@ -156,13 +170,15 @@ class Learned:
         step: the accounts of the last step that was not idle.
         peak_nbytes: the most bytes that such a step has held on the device.
         worth: whether what Sessions do is worth their time.
-        passes: what is known of its forward passes.
+        passes: what is known of the kind of forward passes of which the latest one is.
         runs_elsewhere: whether a module was called with grad mode on a thread that has no Session.
     """
 
     __slots__ = (
         "__weakref__",
         "_chosen_of",
+        "_equal_passes",
+        "_kinds",
         "_needed",
         "_quiet_steps",
         "_until_look",
@@ -197,7 +213,31 @@ class Learned:
         self._needed = QUIET_STEPS
         self._until_look = LOOK_AGAIN
         self.worth = Worth()
-        self.passes = Passes()
+        self._equal_passes = EQUAL_PASSES
+        self._kinds: dict[Hashable, Passes] = {}  # the latest one at the end
+        self.passes = self.begin_pass(None)
+
+    def begin_pass(self, kind: Hashable) -> Passes:
+        """A pass of that kind begins (Note: [kinds of passes]); returns what is known of them."""
+        known = self._kinds.pop(kind) if kind in self._kinds else Passes(self._equal_passes)
+        self.passes = self._kinds[kind] = known
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return known
+
+    def make_room(self) -> None:
+        """A pass is about to be written down: the oldest scripts are forgotten where there are too many."""
+        self._equal_passes = EQUAL_PASSES
+        written = [each for each in self._kinds.values() if each.script is not None]
+        for each in written[: len(written) + 1 - MOST_SCRIPTS]:
+            each.script = each.read = each.step = None
+            each.equal = each.since = 0
+
+    def settle_soon(self) -> None:
+        """The next pass is written down (replay/) without waiting for equal ones, whatever its kind is."""
+        self._equal_passes = 0
+        for each in self._kinds.values():
+            each.needed = 0
 
     @property
     def is_idle(self) -> bool:

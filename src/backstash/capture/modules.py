@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from backstash import accelerator
 from backstash.interpreter import is_traced
 from backstash.torch_internals import (
     CODE_OF_CALL,
@@ -58,6 +59,15 @@ _active = threading.local()  # .enter and .leave, what a Session is told by
 _listeners: dict[int, Any] = {}
 _numbers: tuple[int, int] | None = None
 """Of the two hooks, once they were registered: of the one before a forward, and of the one after it."""
+
+MOST_TENSORS = 64
+"""How many tensors among the inputs of a call are looked at."""
+
+AUTOCAST = "autocast"
+"""What stands in a signature, with the dtype, where autocast is on."""
+
+Signature = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each tensor among the inputs of a call."""
 
 Hook = Callable[[nn.Module, Any], None]
 
@@ -203,6 +213,29 @@ def calls_in_progress(thread: int) -> list[tuple[nn.Module, int]]:
             found.append((frame.f_locals["self"], id(frame)))
         frame = frame.f_back
     return found[::-1]
+
+
+def signature_of(inputs: Any) -> Signature:
+    """Shapes and dtypes of the tensors in nested lists, tuples and dicts; empty if there are none."""
+    found: list[tuple[tuple[int, ...], str]] = []
+    waiting = [inputs]
+    while waiting and len(found) < MOST_TENSORS:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append((call_sizes(item), str(item.dtype).removeprefix("torch.")))
+        elif isinstance(item, Mapping):
+            waiting += reversed([item[key] for key in item])
+        elif isinstance(item, (list, tuple)):
+            waiting += reversed(item)
+    for device in ("cpu", accelerator.kind()):
+        if found and device is not None and torch.is_autocast_enabled(device):
+            found.append(((), f"{AUTOCAST} {torch.get_autocast_dtype(device)}"))
+    return tuple(found)
+
+
+def call_sizes(x: Tensor) -> tuple[int, ...]:
+    """The tensor's sizes; of a nested one how many elements it has in all, since its sizes are no numbers."""
+    return (x.numel(),) if x.is_nested else tuple(map(int, x.shape))
 
 
 def keep(asking: object) -> None:

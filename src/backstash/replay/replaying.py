@@ -1,15 +1,15 @@
 """The choice of the forward passes that run a script, and the functions by which the interpreter in C++ asks Python.
 
 Note: [settled passes]
-    Training repeats itself. When some passes have saved as many tensors and bytes as each other, the next one is
-    written down (recorder.py), and those after it run the script: what autograd saves is compared with what it saved
-    then, in order, by its looks, by what else has its memory, and by the node that saves it. Each value becomes what it
-    became then, when nobody else holds it any more. Where a value cannot - what would make it again was called in
-    another way, or its codec refuses it - it goes the long way alone. If a plan is to make it again, and it is kept for
-    that reason, the script is forgotten when the pass ends: a plan's peak counts on it. Where the pass itself differs,
-    what is not decided yet is given back, and the pass goes on the long way; a later one is written down anew, after
-    twice as many equal passes. One in PERIOD passes goes the long way in any case, so that codecs look again and
-    recipes are proven again.
+    Training repeats itself. When some passes of a kind (Note: [kinds of passes] in capture/learned.py) have saved as
+    many tensors and bytes as each other, the next one is written down (recorder.py), and those after it run the script:
+    what autograd saves is compared with what it saved then, in order, by its looks, by what else has its memory, and by
+    the node that saves it. Each value becomes what it became then, when nobody else holds it any more. Where a value
+    cannot - what would make it again was called in another way, or its codec refuses it - it goes the long way alone.
+    If a plan is to make it again, and it is kept for that reason, the script is forgotten when the pass ends: a plan's
+    peak counts on it. Where the pass itself differs, what is not decided yet is given back, and the pass goes on the
+    long way; a later one is written down anew, after twice as many equal passes. One in PERIOD passes goes the long way
+    in any case, so that codecs look again and recipes are proven again.
 
     What is compared is what the long way compares: a shape or a dtype that is another, a node of another type, scalars
     that a formula asks for, an argument, autocast, a setting of the process, a tensor that was changed or handed on. So
@@ -136,7 +136,7 @@ class Replaying:
         self._thread = 0  # of that call
         self._policy, self._stores = session.policy, session.stores
         self._prefetcher = forward._live.prefetcher
-        self._learned = Passes()
+        self._learned: Passes
         me = weakref.ref(self)
 
         def beside() -> tuple[int, int]:
@@ -288,6 +288,7 @@ class Replaying:
         if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
         try:
+            session._names.learned.make_room()
             learned.script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
             learned.read = native.script(learned.script)
             learned.script.copied.clear()

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from backstash import accelerator
+from backstash.capture.modules import AUTOCAST, Signature
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.shapes import ShapeFamily
 from backstash.planning.run.plan_files import PlanFiles
@@ -50,38 +49,6 @@ MOST_MEASURED = 12
 
 NEAR = 0.05
 """The logarithm of the ratio of two shapes that tell nothing more about others than one of them."""
-
-MOST_TENSORS = 64
-"""How many tensors of a step's inputs are looked at."""
-
-AUTOCAST = "autocast"
-"""What stands in a signature, with the dtype, where autocast is on."""
-
-Signature = tuple[tuple[tuple[int, ...], str], ...]
-"""Shape and dtype of each tensor among a step's inputs."""
-
-
-def signature_of(inputs: Any) -> Signature:
-    """Shapes and dtypes of the tensors in nested lists, tuples and dicts; empty if there are none."""
-    found: list[tuple[tuple[int, ...], str]] = []
-    waiting = [inputs]
-    while waiting and len(found) < MOST_TENSORS:
-        item = waiting.pop()
-        if isinstance(item, Tensor):
-            found.append((call_sizes(item), str(item.dtype).removeprefix("torch.")))
-        elif isinstance(item, Mapping):
-            waiting += reversed([item[key] for key in item])
-        elif isinstance(item, (list, tuple)):
-            waiting += reversed(item)
-    for device in ("cpu", accelerator.kind()):
-        if found and device is not None and torch.is_autocast_enabled(device):
-            found.append(((), f"{AUTOCAST} {torch.get_autocast_dtype(device)}"))
-    return tuple(found)
-
-
-def call_sizes(x: Tensor) -> tuple[int, ...]:
-    """The tensor's sizes; of a nested one how many elements it has in all, since its sizes are no numbers."""
-    return (x.numel(),) if x.is_nested else tuple(map(int, x.shape))
 
 
 def size_ratio(small: Signature, large: Signature) -> float:

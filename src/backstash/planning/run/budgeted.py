@@ -33,6 +33,7 @@ from torch import nn
 from backstash import accelerator, repeatable
 from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
+from backstash.capture.modules import Signature, signature_of
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
 from backstash.ops.backends import serving
 from backstash.planning.measure.link import measured, require_path
@@ -42,7 +43,7 @@ from backstash.planning.model.explain import size
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
-from backstash.planning.run.buckets import Alike, Bucket, Buckets, Signature, signature_of, size_ratio
+from backstash.planning.run.buckets import Alike, Bucket, Buckets, size_ratio
 from backstash.planning.run.course import Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES
 from backstash.planning.run.following import Following, Witness
@@ -59,9 +60,9 @@ from backstash.torch_internals import (
     hide_from_dynamo,
     hooks_are_enabled,
     in_backward,
+    inputs_of_call,
     is_inside_compiled,
     is_traced,
-    keywords_of_call,
     may_compile,
 )
 
@@ -442,7 +443,7 @@ class Budgeted(Following):
             return  # what runs while hooks are switched off is in no Session (Note: [transforms] in transforms.py)
         if may_compile() and is_inside_compiled():
             return
-        signature = signature_of(args) or signature_of(keywords_of_call(module))
+        signature = signature_of(args) or signature_of(inputs_of_call(module)[1])
         if not signature and len(self._chain) < 8:
             self._chain.append(module)
             return
