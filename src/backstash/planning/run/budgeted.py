@@ -569,7 +569,6 @@ class Budgeted(Following):
             budget_nbytes=budget,
             plain_nbytes=planner.profile.plain_peak_nbytes,
             planned_nbytes=first_nbytes,
-            plain_seconds=planner.profile.seconds,
             plans=1,
             plan=plan,
             trouble="" if first_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",

@@ -83,7 +83,8 @@ Awaited = Literal["cycle", "safe"]
 """The end of a backward pass, or a place where the profiler may be started and stopped."""
 
 TIMED_STEPS, FINALLY_TIMED = 20, 8
-"""How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted."""
+"""How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted and the
+steps have settled."""
 
 PLAIN_STEPS = 2
 """How many plain steps are timed."""
@@ -334,6 +335,11 @@ class Course:
         is_plain = self._times is not None and self._times is self._plain
         return (SHARE_OF_PLAIN if is_plain else SHARE) * self._seconds + LEAST
 
+    @property
+    def _plain_seconds(self) -> float:
+        """The time of a plain step; 0.0 where none was timed."""
+        return usual(self._plain) if self._plain else 0.0
+
     def _step(self) -> Waiting:
         """Waits for a step, and times it where steps are timed."""
         began = clock()
@@ -343,7 +349,7 @@ class Course:
         if self._times is not None and self._owner.last is self._bucket:
             self._times.append(clock() - began)
             if self._times is self._plain:
-                self._seconds = usual(self._plain)
+                self._seconds = self._plain_seconds
             else:
                 self._bucket.found = replace(self._bucket.found, seconds=usual(self._times))
 
@@ -475,7 +481,7 @@ class Course:
         if owner.of == "reserved" and not owner.unused_nbytes:
             owner.unused_nbytes = max(0, reserved_by(plain.changes).reserved_nbytes - plain.peak_nbytes)
         plain_nbytes = plain.peak_nbytes + owner.spared() + owner.unused_nbytes
-        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._seconds)
+        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._plain_seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
@@ -532,7 +538,7 @@ class Course:
             return
         bucket.surveys += 1
         plain_nbytes = kept + owner.spared() + owner.unused_nbytes
-        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=seconds)
+        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit, owner.buckets.planners)
 
@@ -793,7 +799,7 @@ class Course:
             plain_nbytes=bucket.found.plain_nbytes or plan.plain_peak_nbytes,
             planned_nbytes=plan.peak_nbytes,
             plans=bucket.found.plans + 1,
-            plain_seconds=self._seconds or bucket.found.plain_seconds or plan.plain_seconds,
+            plain_seconds=self._plain_seconds or bucket.found.plain_seconds,
             seconds=0.0,
             measured_passes=owner.cycles,
             measured_seconds=self._spent,
@@ -872,10 +878,13 @@ class Course:
         """Times some steps: while the kinds of passes are noted, which takes time, and then as they will stay."""
         for _ in range(TIMED_STEPS - FINALLY_TIMED):
             yield from self._step()
+        bucket, self._times = self._bucket, []
         self._owner.end_order()
-        self._times = []
-        for _ in range(FINALLY_TIMED):
-            yield from self._step()
+        if bucket.session is not None:
+            bucket.session.settle_soon()
+        for _ in range(TIMED_STEPS):  # those of other shapes are not timed
+            if len(self._times) < FINALLY_TIMED:
+                yield from self._step()
 
     def _record(
         self,
