@@ -454,7 +454,7 @@ class Session:
             return
         if not step.is_whole or self._is_replayed:
             return
-        if self._replaying is not None:
+        if self._replaying is not None and counted[0]:  # else it was an evaluation
             is_ordinary = step.named == step.recognised and not step.calls
             self._replaying.learn(known.passes, counted, is_ordinary)
         if not step.is_empty:

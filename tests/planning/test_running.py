@@ -70,6 +70,7 @@ def test_training_has_the_bits_of_plain_training_and_keeps_the_budget(loop: str)
     assert 0 < found.reached_nbytes <= found.budget_nbytes < found.plain_nbytes
     assert found.plan.unknown == ()
     assert found.seconds > 0
+    assert "--budget" not in str(run.report())  # it is not recommended to do what is done
 
 
 def test_a_step_that_fits_is_left_alone() -> None:

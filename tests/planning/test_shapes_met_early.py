@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from backstash import Budgeted
 from backstash.planning.measure.survey import KeepForSurvey
+from backstash.planning.run import course
 from backstash.report.meter import CountedPeak
 
 LENGTHS = [64, 48, 32, 40, 56, 64, 24]
@@ -76,3 +78,24 @@ def test_each_of_them_is_within_the_budget(lengths: list[int], rounds: int) -> N
     session.close()  # so that nothing is surveyed while it is counted
     assert all(loop.peak(length) <= budget for length in lengths)
     assert kept <= 3 * len(set(lengths))  # steps that are measured
+
+
+def test_shapes_that_fit_without_a_plan_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    run = course.Course.run
+
+    def noted(self: course.Course) -> Any:
+        measured.append(self._bucket.signature)
+        return run(self)
+
+    monkeypatch.setattr(course.Course, "run", noted)
+    plain = Loop(nullcontext())
+    session = Budgeted(4 * plain.peak(64), min_nbytes=256)
+    loop, lengths = Loop(session), list(range(16, 65, 4))
+    drawn = random.Random(0)
+    for _ in range(45 * len(lengths)):
+        loop.step(drawn.choice(lengths))
+    assert len(session.buckets) == len(lengths)
+    assert session.is_quiet and sum(bucket.is_done for bucket in session.buckets) >= len(lengths) - 3
+    assert len(measured) <= 3 * len(lengths), measured
+    session.close()

@@ -81,6 +81,7 @@ class Forward:
         "_assigned",
         "_before_save",
         "_call",
+        "_counted_before",
         "_encoder",
         "_is_watched",
         "_live",
@@ -122,6 +123,7 @@ class Forward:
         self.depth = 0
         self.differentiates = False
         self.unnamed: list[Saved] = []
+        self._counted_before = 0  # of what is counted, before the function in progress has saved anything
         self._waiting: set[int] = set()  # those of them that were there before the operation in progress, by their ids
         self.recomputes = bool(policy.recomputes)
         self.is_idle = False
@@ -152,6 +154,7 @@ class Forward:
         """The accounts of the step that begins."""
         self.step = step
         self.counted[:] = 0, 0
+        self._counted_before = 0
         self._shapes.clear()
         self._assigned.clear()
         self._steps += 1
@@ -321,7 +324,8 @@ class Forward:
             unnamed, self.unnamed = self.unnamed, []
             if not unnamed:
                 return
-            named, others = find_saved(result, unnamed)
+            saves, self._counted_before = self.counted[0] - self._counted_before, self.counted[0]
+            named, others = find_saved(result, unnamed, saves)
             for node, found in named:
                 self._take_of_node(node, found)
             for saved in others:

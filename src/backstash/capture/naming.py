@@ -15,15 +15,20 @@ NamedTensors = list[tuple[Any, list[tuple[str, Saved]]]]
 """Autograd nodes, and what each of them has saved under which role."""
 
 
-def find_saved(result: Any, unnamed: list[Saved]) -> tuple[NamedTensors, list[Saved]]:
+def find_saved(result: Any, unnamed: list[Saved], saves: int = 0) -> tuple[NamedTensors, list[Saved]]:
     """The autograd nodes behind ``result`` that saved what has no name yet, and what under which role.
+
+    Args:
+        result: what a function has returned.
+        unnamed: what it has saved.
+        saves: how many tensors it has saved in all, if there are more of them.
 
     Returns:
         What was found of those that are plain, and the rest of these.
     """
     nodes: list[Any] = [result.grad_fn] if type(result) is Tensor else [x.grad_fn for x in tensors_within(result)]
     wanted = {id(saved): saved for saved in unnamed if saved.is_plain}
-    return find_by_nodes(nodes, wanted), list(wanted.values())
+    return find_by_nodes(nodes, wanted, saves), list(wanted.values())
 
 
 def most_nodes(wanted: int) -> int:
@@ -31,13 +36,13 @@ def most_nodes(wanted: int) -> int:
     return 16 + 8 * wanted
 
 
-def find_by_nodes(nodes: list[Any], wanted: dict[int, Saved]) -> NamedTensors:
+def find_by_nodes(nodes: list[Any], wanted: dict[int, Saved], saves: int = 0) -> NamedTensors:
     """As :func:`find_saved`. Found tensors are removed from ``wanted``.
 
     The walk is bounded: what a function returns may hang on a long graph although the node that saved is not in it.
     """
     answer: NamedTensors = []
-    most, seen = most_nodes(len(wanted)), set()
+    most, seen = most_nodes(max(saves, len(wanted))), set()
     for node in nodes:  # which grows on the way
         if node is None or node in seen:
             continue

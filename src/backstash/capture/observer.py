@@ -387,6 +387,12 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
     return kind
 
 
+def ends_pass(func: Callable[..., Any]) -> bool:
+    """Whether a function takes gradients, so that a forward pass ends before it."""
+    kind = _kind_of(func)
+    return kind.is_backward or kind.differentiates
+
+
 for _function in (Observer.__torch_function__, _pass_on):
     hide_from_dynamo(_function)
 for _helper in (

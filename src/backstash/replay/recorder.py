@@ -17,6 +17,7 @@ from backstash import repeatable
 from backstash.capture import naming
 from backstash.capture.forward import Forward
 from backstash.capture.names import ModuleEvent, Names
+from backstash.capture.observer import ends_pass
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.narrow.codec import Narrow
@@ -160,10 +161,6 @@ class RecordingForward(Forward):
         super()._take_of_node(node, found)
         self._recorder.named(node, found)
 
-    def _take_of_unknown(self, saved: Saved) -> None:
-        super()._take_of_unknown(saved)
-        self._recorder.unknown(saved)
-
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
     ) -> None:
@@ -200,6 +197,7 @@ class Recorder:
         self.entries: list[_Entry] = []
         self.calls: list[_Call] = []
         self.refusal = ""
+        self._is_over = False  # for the interpreter, which begins the backward pass
         self._open: _Call | None = None
         self._left_out: list[_Call] = []  # since the last one of ``calls``
         self._by_saved: dict[int, int] = {}
@@ -224,6 +222,7 @@ class Recorder:
     def begin_call(self, function: Any) -> None:
         """A torch function is about to run that autograd records."""
         self._open = _Call(function, len(self.entries))
+        self._is_over = self._is_over or ends_pass(function)
 
     def end_call(self, result: Any) -> None:
         """It has returned; or raised, then the result is None."""
@@ -246,6 +245,8 @@ class Recorder:
 
     def begin_save(self, x: Tensor) -> _Entry:
         """A tensor is about to be packed."""
+        if self._is_over:
+            self.refuse("it takes gradients in its middle")
         save = Save(SaveKind.LOOSE, call=-1 if self._open is None else 0)  # which one, its end tells
         entry = _Entry(save, next_number=next_sequence_number())
         if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
@@ -281,12 +282,6 @@ class Recorder:
             self.refuse("a node was found outside of any torch function")
             return
         self._open.named.append((node, list(found)))
-
-    def unknown(self, saved: Saved) -> None:
-        """No node was found that has saved a tensor."""
-        if self._open is not None:
-            name = getattr(self._open.function, "__name__", "a torch function")
-            self.refuse(f"{name} has saved a tensor by a node that is not found")
 
     def made_inside(self, contents: Contents, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A function has made what it has saved inside (Note: [saved inside] in remake/repeating.py)."""
@@ -462,7 +457,8 @@ class _Writer:
             return save
         facts = saved.tensor
         if save.call >= 0 and entry.node is None:
-            raise RefusedError("a torch function has saved a tensor by a node that is not found")
+            name = getattr(self._recorder.calls[save.call].function, "__name__", "a torch function")
+            raise RefusedError(f"{name} has saved a tensor by a node that is not found")
         save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
         save.reads_value = facts.need in (Need.VALUE, Need.INDEX)
         save.reads_sign = facts.need is Need.SIGN

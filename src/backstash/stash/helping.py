@@ -33,7 +33,7 @@ _STEPS = 20
 """How many budgets there are to suggest from, as shares of the plain step's peak."""
 
 _PLANS = ("Plan(", "Budgeted(")
-"""How the repr of a policy begins that a budget has made."""
+"""What the repr of a policy has in it that a budget has made."""
 
 _NAME = 44
 """Characters of a name in a suggestion."""
@@ -215,11 +215,11 @@ def _suggestion(kind: Kind, alike: Sequence[HeldValues], report: Report) -> Sugg
     subject = f"{count} values" if len({held.name for held in alike}) > 1 else shortened(name, _NAME)
     if count > 1 and subject.startswith(shortened(name, _NAME)):
         subject = f"{count} values of {subject}"
-    is_most = kind in ("policy", "look")
+    is_most, is_within = kind in ("policy", "look"), any(each in report.policy for each in _PLANS)
     gain = f"{'up to ' if is_most else ''}-{amount(nbytes)}"
     option = {
         "policy": "--policy lossless",
-        "remake": "a smaller budget" if report.policy.startswith(_PLANS) else f"--budget {_share(report, nbytes)}%",
+        "remake": "a smaller budget" if is_within else f"--budget {_share(report, nbytes)}%",
         "fewer bits": "policies.quantized(8)",
         "move": "--policy offload",
         "look": "--min-nbytes 1KiB",

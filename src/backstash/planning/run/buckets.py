@@ -41,6 +41,9 @@ from backstash.session import Session
 MOST_BUCKETS = 32
 """How many shapes have a plan at the same time. The one that was not met for the longest time is forgotten first."""
 
+MOST_COURSES = 4
+"""How often steps of one shape begin to be measured, and others come in between, before they are left as they are."""
+
 LEAST_MEASURED = 3
 """How many shapes are profiled at least until those of others follow from them."""
 
@@ -89,6 +92,7 @@ class Bucket:
         surveys: how often it was profiled.
         met: how many of its steps have begun.
         courses: how often it was begun to measure it, since that was done to the end.
+        offers: how often it was begun to record a step of it for the sake of others.
         is_over: whether it was said that no plan keeps the budget.
         is_predicted: whether its profile follows from those of other shapes.
         derived_from: how many shapes were profiled when its first policy was chosen.
@@ -106,9 +110,15 @@ class Bucket:
     surveys: int = 0
     met: int = 0
     courses: int = 0
+    offers: int = 0
     is_over: bool = False
     is_predicted: bool = False
     derived_from: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether its steps are yet to be measured."""
+        return not self.is_done and self.courses < MOST_COURSES
 
     @property
     def is_measured(self) -> bool:

@@ -43,7 +43,7 @@ from backstash.planning.model.explain import size
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
-from backstash.planning.run.buckets import Alike, Bucket, Buckets, size_ratio
+from backstash.planning.run.buckets import MOST_COURSES, Alike, Bucket, Buckets, size_ratio
 from backstash.planning.run.course import Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES
 from backstash.planning.run.following import Following, Witness
@@ -68,8 +68,8 @@ from backstash.torch_internals import (
 
 T = TypeVar("T")
 
-MOST_COURSES = 4
-"""How often steps of one shape begin to be measured, and others come in between, before they are left as they are."""
+ROOMY = 0.9
+"""Up to which share of the budget a predicted plain step need not be counted."""
 
 MOST_SURVEYS = 8
 """How often steps of one shape are surveyed where their kinds come in any order: one of each kind has to be met."""
@@ -500,12 +500,16 @@ class Budgeted(Following):
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
         may_start = self._course is None and not self.phase and not bucket.is_done
-        may_start = may_start and (bucket.courses < MOST_COURSES or not self.has_planned)
-        if may_start and self._may_predict and self.buckets.helps(bucket):
+        if may_start and self._may_predict and self.buckets.helps(bucket) and bucket.offers < MOST_COURSES:
+            bucket.offers += 1
             self._start(Course(self, bucket, is_for_others=True))
-        elif may_start and (bucket.met > 1 or self.buckets.largest() is None):
+        elif (
+            may_start and (bucket.waits or not self.has_planned) and (bucket.met > 1 or self.buckets.largest() is None)
+        ):
             bucket.courses += 1
             self._start(Course(self, bucket))
+        measured = self._course is None or self._course.measures(bucket)
+        self._is_apart = self.period == 1 and bucket.is_done and not measured
         borrowed = None if self._course is None else self._course.session_for(bucket)
         self._session = bucket.session if borrowed is None else borrowed
         if isinstance(self._session, Unhooked):
@@ -575,6 +579,7 @@ class Budgeted(Following):
         )
         policy = self.guarded(bucket, plan, max(budget, plan.budget))
         bucket.plan = plan
+        bucket.is_done = plan.is_empty and first_nbytes <= ROOMY * budget  # else one of its steps is counted
         return policy
 
     def _derived(self, bucket: Bucket) -> Policy:

@@ -286,7 +286,7 @@ class Course:
     def is_over(self, bucket: Bucket) -> bool:
         """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
         self._passed = 0 if self.measures(bucket) else self._passed + 1
-        patience = MOST_PATIENT if bucket.is_done else PATIENCE
+        patience = PATIENCE if bucket.waits else MOST_PATIENT
         return self._passed > patience and self._owner.has_planned
 
     def session_for(self, bucket: Bucket) -> Session | None:
@@ -312,7 +312,8 @@ class Course:
         owner.settled()
         if self._bucket.found.plan is not None:
             yield from self._improve()
-            yield from self._time()
+            if len(owner.buckets.planners) <= 1:  # else other shapes wait, and steps run slower meanwhile
+                yield from self._time()
         self._bucket.is_done, self._bucket.courses = True, 0
 
     def give_up(self, why: str) -> None:
@@ -730,7 +731,7 @@ class Course:
         facts = counted.reached_nbytes, counted.fragmented_nbytes
         bucket.found = replace(bucket.found, reached_nbytes=facts[0], fragmented_nbytes=facts[1], plans=plans)
         yield from self._step()
-        self._times = []
+        self._times = [] if len(self._owner.buckets) == 1 else None
 
     def _take_as_kept(self) -> None:
         """Takes back that the budget is not kept, as a step was counted that keeps it."""
@@ -851,7 +852,7 @@ class Course:
         yield from self._record(Births, lines, prepare=prepare, proves=True)
         if is_plain:
             self._owner.go_back(bucket, session)
-        self._times = []
+        self._times = [] if len(self._owner.buckets) == 1 else None  # it may take long until they have settled
         if lines:
             line = yield from self._read(lines[0])
             reached, fragmented = line.peak_nbytes, 0
@@ -882,9 +883,8 @@ class Course:
         self._owner.end_order()
         if bucket.session is not None:
             bucket.session.settle_soon()
-        for _ in range(TIMED_STEPS):  # those of other shapes are not timed
-            if len(self._times) < FINALLY_TIMED:
-                yield from self._step()
+        for _ in range(FINALLY_TIMED):
+            yield from self._step()
 
     def _record(
         self,

@@ -86,6 +86,7 @@ class Following:
         self.passed: dict[str, str] = {}
         self.order = Order()
         self._is_ordering = False  # whether the kinds of passes are noted
+        self._is_apart = False  # the pass in progress is a step of a shape of which nothing is left to be measured
         self._left = 0  # passes whose kinds are noted in any case
         self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
         self._asked: Births | None = None  # the watcher that is asked for
@@ -140,7 +141,7 @@ class Following:
     def _attach(self, session: Session | None = None) -> None:
         """Has the watcher watch a Session, by default that of the step that begins."""
         self._watching.close()
-        if self._watcher is not None:
+        if self._watcher is not None and not (self._is_apart and self._asked is None):
             self._watching.enter_context((session or self._session).watched_by(self._watcher))
 
     def _start(self, course: Course) -> None:
@@ -305,6 +306,8 @@ class Following:
 
     def _end_pass(self) -> None:
         """Notes the kind of the pass that has ended (Note: [longer periods] in cycles.py)."""
+        if self._is_apart:
+            return
         if isinstance(self._session, Unhooked):  # nobody knows what it has saved
             self._forget_order()
             return

@@ -1,0 +1,115 @@
+"""Steps that are the same again and again settle, whatever a program does between them, and in its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash.policies import get
+from tests.replay.twins import STEPS, Twin, costly
+
+WIDTH, LENGTH = 16, 64
+
+
+class Recurrent(nn.Module):
+    """A network whose single steps save little, and save much in all.
+
+    Args:
+        kind: of the network.
+        layers, is_bidirectional: of it.
+    """
+
+    def __init__(self, kind: Callable[..., nn.Module], layers: int, is_bidirectional: bool) -> None:
+        super().__init__()
+        self.cells = kind(WIDTH, WIDTH, layers, batch_first=True, bidirectional=is_bidirectional)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows [2, LENGTH, WIDTH] to a number."""
+        return F.gelu(self.cells(x)[0]).square().mean()
+
+
+@pytest.mark.parametrize("policy", [costly, lambda: get("lossless")], ids=["costly", "lossless"])
+@pytest.mark.parametrize("is_bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_networks_of_many_small_steps_settle(
+    kind: Callable[..., nn.Module], layers: int, is_bidirectional: bool, policy: Callable[[], Any]
+) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Recurrent(kind, layers, is_bidirectional), policy())
+    for step in range(2 * STEPS):
+        twin.step(torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)))
+    assert twin.session._is_replayed, twin.passes.refusal
+
+
+class Layers(nn.Module):
+    """Two layers with a function between them, which the test chooses."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(64, 64), nn.Linear(64, 64), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows [64, 64] to a number."""
+        return F.gelu(self.last(self.function(self.first(x).tanh()))).square().mean()
+
+
+def rows(seed: int = 0) -> Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+@pytest.mark.parametrize("policy", [costly, lambda: get("lossless")], ids=["costly", "lossless"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.argsort(-1).float(),
+        lambda x: x * x.argmax(-1, keepdim=True).float(),
+        lambda x: x.gather(-1, x.sort(-1)[1]),
+        lambda x: x * (x.exp() > 1.0).float(),
+    ],
+    ids=["argsort", "argmax", "sort", "compared"],
+)
+def test_passes_settle_where_a_function_saves_for_no_result(
+    function: Callable[[Tensor], Tensor], policy: Callable[[], Any]
+) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Layers(function), policy())
+    for step in range(2 * STEPS):
+        twin.step(rows(step))
+    assert twin.session._is_replayed, twin.passes.refusal
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_passes_settle_between_evaluations(is_before: bool) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Layers(torch.sin))
+
+    def evaluate() -> None:
+        with torch.no_grad(), twin.session:
+            twin.other(rows())
+
+    for step in range(2 * STEPS):
+        if is_before:
+            evaluate()
+        twin.step(rows(step))
+        if not is_before:
+            evaluate()
+    assert twin.session._is_replayed, twin.passes.refusal
+
+
+def test_a_pass_that_goes_on_behind_gradients_says_so() -> None:
+    def penalty(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return x * grad
+
+    torch.manual_seed(0)
+    twin = Twin(Layers(penalty))
+    for step in range(2 * STEPS):
+        twin.step(rows(step))
+    assert twin.passes.misses == 0
+    assert not twin.session._is_replayed and "gradients in its middle" in twin.session.report().programs()
