@@ -417,8 +417,7 @@ class Session:
             self._names.learned = learned.learned_of(module, self._settings)
             self._use_learned_size()
         if torch.is_grad_enabled() and not in_backward():
-            is_dropped = self._replaying is not None and self._replaying.is_dropped
-            if self._live.unpacked or is_dropped:
+            if self._live.unpacked or self._is_dropped:
                 self._begin_step(called)
             elif self._steps == 0 and self._replaying is not None and not self._forward.is_idle:
                 self._before_save()
@@ -578,6 +577,14 @@ class Session:
         elif self._forward.step.accounts and not self.has_graph and not in_backward():
             self._begin_step()
             self.prepare(self._forward.step)  # this tensor goes the long way in any case
+
+    @property
+    def _is_dropped(self) -> bool:
+        """Whether the latest pass has saved something, and all of it was dropped without a backward pass."""
+        if self._replaying is not None and self._replaying.is_dropped:
+            return True
+        is_known = self._is_replayed or self._forward.is_idle  # then the accounts are those of another pass
+        return not is_known and bool(self._forward.step.accounts) and not self.has_graph
 
     @property
     def has_graph(self) -> bool:

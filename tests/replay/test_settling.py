@@ -113,3 +113,31 @@ def test_a_pass_that_goes_on_behind_gradients_says_so() -> None:
         twin.step(rows(step))
     assert twin.passes.misses == 0
     assert not twin.session._is_replayed and "gradients in its middle" in twin.session.report().programs()
+
+
+@pytest.mark.parametrize("policy", [costly, lambda: get("lossless")], ids=["costly", "lossless"])
+@pytest.mark.parametrize("period", [1, 2, 4])
+def test_passes_settle_beside_those_that_are_dropped(period: int, policy: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Layers(torch.sin), policy())
+    are_replayed = []
+    for step in range(3 * STEPS):
+        if step % period == 0:
+            with twin.session:
+                twin.other(rows())  # as to log a loss, without no_grad
+        twin.step(rows(step))
+        are_replayed.append(twin.session._is_replayed)
+    assert all(are_replayed[-4:]), twin.passes.refusal
+
+
+def test_passes_that_are_all_dropped_settle() -> None:
+    torch.manual_seed(0)
+    twin = Twin(Layers(torch.sin))
+    for step in range(2 * STEPS):
+        with twin.session:
+            loss = twin.other(rows(step))
+        del loss
+    assert twin.session._is_replayed, twin.passes.refusal
+    for step in range(2 * STEPS):
+        twin.step(rows(step))
+    assert twin.session._is_replayed, twin.passes.refusal
