@@ -1,4 +1,4 @@
-"""How long a step takes is said of settled ones, beside plain ones of the same shape."""
+"""Times of steps are told of settled ones, beside plain ones of the same shape."""
 
 from __future__ import annotations
 
