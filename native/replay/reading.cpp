@@ -483,6 +483,12 @@ void let_go_of_made(Slot& slot) {
     if (!is_held) hold_made(slot, {});
 }
 
+// The same of what a value was made from.
+void let_go_of_leaves(const Slot& slot) {
+    for (const auto& leaf : slot.leaves)
+        if (leaf->state == State::remade && leaf->value.shares) let_go_of_made(*leaf);
+}
+
 // See making.shared: it runs in a loop, because the chain may have any length.
 at::Tensor shared(const std::shared_ptr<Slot>& slot) {
     if (slot->made.defined()) return slot->made;
@@ -504,8 +510,7 @@ at::Tensor shared(const std::shared_ptr<Slot>& slot) {
         session.buffers.shrink(session.buffers.nbytes());  // of what nobody awaits: fresh memory is taken now
         whole = make_again(*latest);
         hold_made(*latest, detached(whole));
-        for (const auto& leaf : latest->leaves)
-            if (leaf->state == State::remade && leaf->value.shares) let_go_of_made(*leaf);
+        let_go_of_leaves(*latest);
         latest->taken().decode_seconds += since(started);
         ++latest->taken().decodes;
         waiting.pop_back();
@@ -565,8 +570,7 @@ at::Tensor made_inside(Slot& slot, const Tree& tree, const Inputs& inputs, const
         begin_round(other);
         check_sample(other, whole);
         hold_made(other, detached(whole));
-        for (const auto& leaf : other.leaves)
-            if (leaf->state == State::remade && leaf->value.shares) let_go_of_made(*leaf);
+        let_go_of_leaves(other);
         ++other.taken().decodes;
     }
     return THPVariable_Unpack(PyList_GET_ITEM(found.get(), 0));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from backstash import Budgeted
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.run import course
+from backstash.planning.run.buckets import MOST_COURSES
 from backstash.report.meter import CountedPeak
 
 LENGTHS = [64, 48, 32, 40, 56, 64, 24]
@@ -92,10 +94,56 @@ def test_shapes_that_fit_without_a_plan_are_not_measured(monkeypatch: pytest.Mon
     plain = Loop(nullcontext())
     session = Budgeted(4 * plain.peak(64), min_nbytes=256)
     loop, lengths = Loop(session), list(range(16, 65, 4))
-    drawn = random.Random(0)
+    drawn, unwatched = random.Random(0), 0
     for _ in range(45 * len(lengths)):
         loop.step(drawn.choice(lengths))
+        if session._course is not None and session.last is not None and session.last.is_predicted:
+            unwatched += session._session._live.watcher is None
+    assert unwatched
     assert len(session.buckets) == len(lengths)
     assert session.is_quiet and sum(bucket.is_done for bucket in session.buckets) >= len(lengths) - 3
     assert len(measured) <= 3 * len(lengths), measured
+    session.close()
+
+
+def test_no_shape_is_begun_to_be_measured_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lengths take turns, and none comes back in time."""
+    begun: Counter[Any] = Counter()
+    run = course.Course.run
+
+    def noted(self: course.Course) -> Any:
+        begun[self._bucket.signature] += 1
+        return run(self)
+
+    monkeypatch.setattr(course.Course, "run", noted)
+    monkeypatch.setattr(course, "PATIENCE", 0)
+    monkeypatch.setattr(course, "MOST_PATIENT", 0)
+    session = Budgeted(4 * Loop(nullcontext()).peak(64), min_nbytes=256)
+    loop = Loop(session)
+    for length in [64, 32, 48, 24] * 40:
+        loop.step(length)
+    assert session.has_planned
+    assert max(begun.values()) <= 2 * MOST_COURSES, begun
+    session.close()
+
+
+def test_a_network_that_is_trained_from_later_on_makes_steps_longer() -> None:
+    """As a generator, whose critic comes first: it is no other shape of what is known."""
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+    generator = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 64))
+    session = Budgeted("300%", min_nbytes=1024)
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        with session:
+            loss = critic(model(x)).square().mean()
+        loss.backward()
+
+    for _ in range(40):
+        step(nn.Identity(), torch.randn(64, 64))
+    for _ in range(40):
+        for _ in range(5):
+            step(nn.Identity(), torch.randn(64, 64))
+        step(generator, torch.randn(128, 32))
+    assert session.period == 6
     session.close()

@@ -84,6 +84,17 @@ def test_passes_settle_where_a_function_saves_for_no_result(
     assert twin.session._is_replayed, twin.passes.refusal
 
 
+def test_passes_settle_where_nodes_are_reached_on_many_ways() -> None:
+    def power(x: Tensor) -> Tensor:
+        return torch.linalg.matrix_power(torch.eye(64) + 1e-3 * x, 1 << 10)  # each square is read twice by the next one
+
+    torch.manual_seed(0)
+    twin = Twin(Layers(power))
+    for step in range(2 * STEPS):
+        twin.step(rows(step))
+    assert twin.session._is_replayed, twin.passes.refusal
+
+
 @pytest.mark.parametrize("is_before", [False, True])
 def test_passes_settle_between_evaluations(is_before: bool) -> None:
     torch.manual_seed(0)

@@ -154,7 +154,6 @@ class Forward:
         """The accounts of the step that begins."""
         self.step = step
         self.counted[:] = 0, 0
-        self._counted_before = 0
         self._shapes.clear()
         self._assigned.clear()
         self._steps += 1
@@ -184,8 +183,10 @@ class Forward:
 
     def before_function(self) -> None:
         """A torch function is about to run: encode what nobody holds any more."""
-        if self.remakes_anything and self.depth == 0:
-            self._tape.begin_function(self.counted[0])
+        if self.depth == 0:
+            self._counted_before = self.counted[0]
+            if self.remakes_anything:
+                self._tape.begin_function(self.counted[0])
         pending = self._pending
         pending.clock = clock = pending.clock + 1
         if clock in pending.due:
@@ -324,8 +325,7 @@ class Forward:
             unnamed, self.unnamed = self.unnamed, []
             if not unnamed:
                 return
-            saves, self._counted_before = self.counted[0] - self._counted_before, self.counted[0]
-            named, others = find_saved(result, unnamed, saves)
+            named, others = find_saved(result, unnamed, self.counted[0] - self._counted_before)
             for node, found in named:
                 self._take_of_node(node, found)
             for saved in others:

@@ -226,7 +226,7 @@ class Learned:
         return known
 
     def make_room(self) -> None:
-        """A pass is about to be written down: the oldest scripts are forgotten where there are too many."""
+        """A pass was written down: the oldest scripts are forgotten where there are too many."""
         self._equal_passes = EQUAL_PASSES
         written = [each for each in self._kinds.values() if each.script is not None]
         for each in written[: len(written) + 1 - MOST_SCRIPTS]:

@@ -222,7 +222,8 @@ def signature_of(inputs: Any) -> Signature:
     while waiting and len(found) < MOST_TENSORS:
         item = waiting.pop()
         if isinstance(item, Tensor):
-            found.append((call_sizes(item), str(item.dtype).removeprefix("torch.")))
+            sizes = (item.numel(),) if item.is_nested else tuple(map(int, item.shape))  # those of a nested one are none
+            found.append((sizes, str(item.dtype).removeprefix("torch.")))
         elif isinstance(item, Mapping):
             waiting += reversed([item[key] for key in item])
         elif isinstance(item, (list, tuple)):
@@ -231,11 +232,6 @@ def signature_of(inputs: Any) -> Signature:
         if found and device is not None and torch.is_autocast_enabled(device):
             found.append(((), f"{AUTOCAST} {torch.get_autocast_dtype(device)}"))
     return tuple(found)
-
-
-def call_sizes(x: Tensor) -> tuple[int, ...]:
-    """The tensor's sizes; of a nested one how many elements it has in all, since its sizes are no numbers."""
-    return (x.numel(),) if x.is_nested else tuple(map(int, x.shape))
 
 
 def keep(asking: object) -> None:

@@ -353,6 +353,11 @@ class _Kind:
         self.differentiates = inspect.unwrap(func) in _DIFFERENTIATE
         self.assigns_data = func == _ASSIGN_DATA
 
+    @property
+    def ends_pass(self) -> bool:
+        """Whether it takes gradients, so that a forward pass ends before it."""
+        return self.is_backward or self.differentiates
+
 
 _ATTENTION = seen_inside(F.multi_head_attention_forward)
 
@@ -389,8 +394,10 @@ def _kind_of(func: Callable[..., Any]) -> _Kind:
 
 def ends_pass(func: Callable[..., Any]) -> bool:
     """Whether a function takes gradients, so that a forward pass ends before it."""
-    kind = _kind_of(func)
-    return kind.is_backward or kind.differentiates
+    try:
+        return _kinds[func].ends_pass
+    except (KeyError, TypeError):
+        return _kind_of(func).ends_pass
 
 
 for _function in (Observer.__torch_function__, _pass_on):

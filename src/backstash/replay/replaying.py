@@ -288,9 +288,9 @@ class Replaying:
         if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
         try:
+            script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
             session._names.learned.make_room()
-            learned.script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
-            learned.read = native.script(learned.script)
+            learned.script, learned.read = script, native.script(script)
             learned.script.copied.clear()
             learned.refusal = ""
             learned.since = 0
@@ -676,17 +676,20 @@ def _encode_bits(whole: Tensor, mask: Any) -> Tensor | None:
 
 
 def _repeat(call: calls.Call, function: Any, tensors: list[Tensor], random_state: Tensor | None) -> Tensor:
-    if random_state is not None:
-        call = replace(call, random_state=random_state)
-    return repeating.repeat(call, function, tensors)
+    return repeating.repeat(_drawing(call, random_state), function, tensors)
 
 
 def _repeat_inside(
     call: calls.Call, function: Any, tensors: list[Tensor], random_state: Tensor | None, numbers: tuple[int, ...]
 ) -> list[Tensor | None]:
     """What a function saves inside under these numbers; None for what it has not saved."""
-    found = repeating.repeat_inside(replace(call, random_state=random_state), function, tensors, numbers)
+    found = repeating.repeat_inside(_drawing(call, random_state), function, tensors, numbers)
     return [found.get(number) for number in numbers]
+
+
+def _drawing(call: calls.Call, random_state: Tensor | None) -> calls.Call:
+    """The call with the state that the generator had."""
+    return call if random_state is None else replace(call, random_state=random_state)
 
 
 def _affine(
@@ -733,7 +736,7 @@ def _number_of(function: Any) -> int | None:
         return None
     if kind.assigns_data:
         return None
-    if kind.is_backward or kind.differentiates:
+    if kind.ends_pass:
         return -1
     position = inplace_position(function)
     number = kind.effect.value + 8 * kind.is_cheap + 16 * repeatable.may_draw(function) + 32 * _is_attribute(function)

@@ -508,8 +508,8 @@ class Budgeted(Following):
         ):
             bucket.courses += 1
             self._start(Course(self, bucket))
-        measured = self._course is None or self._course.measures(bucket)
-        self._is_apart = self.period == 1 and bucket.is_done and not measured
+        is_other = self._course is not None and not self._course.measures(bucket)
+        self._is_apart = is_other and self.period == 1 and bucket.is_predicted and bucket.is_done
         borrowed = None if self._course is None else self._course.session_for(bucket)
         self._session = bucket.session if borrowed is None else borrowed
         if isinstance(self._session, Unhooked):

@@ -731,7 +731,7 @@ class Course:
         facts = counted.reached_nbytes, counted.fragmented_nbytes
         bucket.found = replace(bucket.found, reached_nbytes=facts[0], fragmented_nbytes=facts[1], plans=plans)
         yield from self._step()
-        self._times = [] if len(self._owner.buckets) == 1 else None
+        self._time_from_here()
 
     def _take_as_kept(self) -> None:
         """Takes back that the budget is not kept, as a step was counted that keeps it."""
@@ -852,7 +852,7 @@ class Course:
         yield from self._record(Births, lines, prepare=prepare, proves=True)
         if is_plain:
             self._owner.go_back(bucket, session)
-        self._times = [] if len(self._owner.buckets) == 1 else None  # it may take long until they have settled
+        self._time_from_here()
         if lines:
             line = yield from self._read(lines[0])
             reached, fragmented = line.peak_nbytes, 0
@@ -874,6 +874,10 @@ class Course:
         best = planner.plan(max(first.peak_nbytes, budget - bucket.margin))
         if best.seconds < first.seconds - WORTH * planner.profile.seconds and bucket.plan is first:
             yield from self._plan_within(bucket.found)
+
+    def _time_from_here(self) -> None:
+        """From now on steps are timed, unless those of other shapes come between them: then they may never settle."""
+        self._times = [] if len(self._owner.buckets) == 1 else None
 
     def _time(self) -> Waiting:
         """Times some steps: while the kinds of passes are noted, which takes time, and then as they will stay."""

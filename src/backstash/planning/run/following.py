@@ -86,7 +86,7 @@ class Following:
         self.passed: dict[str, str] = {}
         self.order = Order()
         self._is_ordering = False  # whether the kinds of passes are noted
-        self._is_apart = False  # the pass in progress is a step of a shape of which nothing is left to be measured
+        self._is_apart = False  # the pass in progress is a step like those that are measured, of which all is known
         self._left = 0  # passes whose kinds are noted in any case
         self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
         self._asked: Births | None = None  # the watcher that is asked for
@@ -307,6 +307,7 @@ class Following:
     def _end_pass(self) -> None:
         """Notes the kind of the pass that has ended (Note: [longer periods] in cycles.py)."""
         if self._is_apart:
+            self._begun[-1] = self.begun
             return
         if isinstance(self._session, Unhooked):  # nobody knows what it has saved
             self._forget_order()
