@@ -534,11 +534,14 @@ PyObject* owns_memory(PyObject*, PyObject* object) {
     END_HANDLE_TH_ERRORS
 }
 
+PyObject* number_of_settings(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(settings_now()); }
+
 #define BACKSTASH_FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function))
 
 PyMethodDef functions[] = {
     {"script", make_script, METH_O, "Reads what replay.program has written."},
     {"type_of_node", type_of_node, METH_O, "What tells nodes of one type from those of another."},
+    {"settings_now", number_of_settings, METH_NOARGS, "A number that tells the settings of the process from others."},
     {"whole", whole_of_packed, METH_O, "The tensor that was packed, decoded or made again."},
     {"planes", planes_of, METH_O, "How it is stored; None where it is not."},
     {"fetch", fetch_planes, METH_O, "The planes, from wherever they are."},

@@ -259,6 +259,8 @@ Noted noted_of(PyObject* object) {
     const Object autocast = read.object("autocast");
     noted.has_autocast = !autocast.is_none();
     if (noted.has_autocast) noted.autocast = reinterpret_cast<THPDtype*>(autocast.get())->scalar_type;
+    noted.settings = read.bits("number");
+    noted.wanted = read.object("settings");
     return noted;
 }
 
@@ -305,9 +307,7 @@ std::shared_ptr<const Script> read_script(PyObject* given) {
     read.each("copied", [&](PyObject* x) { script->copied.emplace_back(THPVariable_Unpack(x).getIntrusivePtr()); });
     script->registers = read.number("registers");
     script->min_nbytes = read.integer("min_nbytes");
-    script->wanted = read.object("settings");
     script->fetching = static_cast<Fetching>(read.number("fetching"));
-    script->settings = settings_now();
     return script;
 }
 

@@ -204,6 +204,8 @@ struct Noted {
     int mean = -1, invstd = -1;        // saves, from the first one of the call
     bool has_autocast = false;
     at::ScalarType autocast = at::kFloat;
+    uint64_t settings = 0;  // a number, and as Python knows them
+    Object wanted;
 };
 
 struct Call {
@@ -229,9 +231,7 @@ struct Script {
     std::vector<Call> calls;
     int registers = 0;
     int64_t min_nbytes = 0;
-    uint64_t settings = 0;
     Fetching fetching = Fetching::nothing;
-    Object wanted;  // the settings, as Python knows them
     // The numbers of conversions come behind those of all calls.
     const Noted& noted(int number) const {
         const int count = static_cast<int>(calls.size());

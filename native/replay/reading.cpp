@@ -170,13 +170,13 @@ bool may_mix_nans(std::initializer_list<at::Tensor> vectors) {
 }
 
 // See fused.affine: undefined where the kernel does not take what the leaves are now.
-at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, bool is_own) {
+at::Tensor run_affine(Slot& slot, const Affine& affine, const Layout& whole, bool is_own, uint64_t settings) {
     at::Tensor y;  // it is fetched before x: if it is made from other values, these would lie beside x
     if (affine.has_residual) {
         if (affine.residual.from == Given::From::value) {
             y = fetch(slot, affine.residual);
         } else {
-            y = run_tree(slot, affine.inner, false);
+            y = run_tree(slot, affine.inner, false, settings);
         }
         if (y.scalar_type() != at::kFloat || !whole.has_shape(y)) return {};
     }
@@ -243,22 +243,7 @@ at::Tensor run_one_pass(Slot& slot, const OnePass& pass, const Layout& whole, bo
     return is_filled.get() == Py_True ? out : at::Tensor();
 }
 
-at::Tensor run_calls(Slot& slot) {
-    const Value& value = slot.value;
-    if (settings_now() == slot.script->settings) return run_tree(slot, value.tree, true);
-    const Object before = call(slot.session->enter_settings.get(), slot.script->wanted.get(), value.whole.spec.get());
-    struct Undo {
-        Session& session;
-        PyObject* before;
-        ~Undo() {
-            PyObject *type, *error, *trace;
-            PyErr_Fetch(&type, &error, &trace);
-            Py_XDECREF(PyObject_CallFunctionObjArgs(session.leave_settings.get(), before, nullptr));
-            PyErr_Restore(type, error, trace);
-        }
-    } undo{*slot.session, before.get()};
-    return run_tree(slot, value.tree, true);
-}
+at::Tensor run_calls(Slot& slot) { return run_tree(slot, slot.value.tree, true, settings_now()); }
 
 // See making.remake: a kernel was not proven on all numbers, so the calls have the last word.
 at::Tensor make_again(Slot& slot) {
@@ -576,6 +561,24 @@ at::Tensor made_inside(Slot& slot, const Tree& tree, const Inputs& inputs, const
     return THPVariable_Unpack(PyList_GET_ITEM(found.get(), 0));
 }
 
+// Inside, the settings are those under which a call was noted.
+class UnderSettings {
+  public:
+    UnderSettings(Slot& slot, const Object& wanted)
+        : session_(*slot.session),
+          context_(call(session_.enter_settings.get(), wanted.get(), slot.value.whole.spec.get())) {}
+    ~UnderSettings() {
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        Py_XDECREF(PyObject_CallFunctionObjArgs(session_.leave_settings.get(), context_.get(), nullptr));
+        PyErr_Restore(type, error, trace);
+    }
+
+  private:
+    Session& session_;
+    const Object context_;
+};
+
 // What the function returns; see repeating.repeat, which has more to do for some calls.
 at::Tensor called(const Tree& tree, PyObject* tensors) {
     const Py_ssize_t size = PyTuple_GET_SIZE(tree.args.get());
@@ -590,9 +593,14 @@ at::Tensor called(const Tree& tree, PyObject* tensors) {
 
 }  // namespace
 
-at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
+at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own, uint64_t settings) {
+    const Noted& noted = slot.script->noted(tree.call);
+    if (noted.settings != settings) {
+        const UnderSettings entered(slot, noted.wanted);
+        return run_tree(slot, tree, is_own, noted.settings);
+    }
     if (tree.affine != nullptr && !slot.is_unfused) {
-        at::Tensor made = run_affine(slot, *tree.affine, tree.result, is_own);
+        at::Tensor made = run_affine(slot, *tree.affine, tree.result, is_own, settings);
         if (made.defined()) return made;
     }
     if (tree.one_pass != nullptr && !slot.is_unfused) {
@@ -608,7 +616,7 @@ at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own) {
             case Given::From::copy: x = input_at(slot, inputs, given.number); break;
             case Given::From::value: x = fetch(slot, given); break;
             case Given::From::call:
-                x = run_tree(slot, tree.inner[given.number], false);
+                x = run_tree(slot, tree.inner[given.number], false, settings);
                 if (x.storage_offset() != given.layout.offset || !given.layout.has_shape(x))
                     x = x.as_strided(given.layout.sizes, given.layout.strides, given.layout.offset);
                 break;

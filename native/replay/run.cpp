@@ -372,7 +372,7 @@ void note(Run& run, int call, bool is_cast, PyObject* args, PyObject* kwargs, Py
         if (made.back().defined()) filled.push_back(storage_of(made.back()));
     }
     if (!fits_call(noted, args, kwargs, filled, read)) return fail();
-    if (settings_now() != run.script->settings || !has_autocast_of(noted)) return fail();
+    if (settings_now() != noted.settings || !has_autocast_of(noted)) return fail();
     auto inputs = std::make_shared<Inputs>();
     for (size_t index = 0; index < read.size(); ++index) {
         const at::Tensor& x = read[index];

@@ -222,7 +222,7 @@ struct Run {
 at::Tensor whole_of(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows);  // of a value that is not held
 at::Tensor fetch(const Slot& reader, const Given& given);
 Object planes_in(const Slot& slot);  // of what is encoded, from wherever they are
-at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own);
+at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own, uint64_t settings);  // which those of now are
 void hold_again(const std::shared_ptr<Slot>& slot);  // dense, and nothing else of it
 PyObject* unpack(Packed* packed);
 PyObject* read_whole(Packed* packed);

@@ -98,8 +98,11 @@ def _contraction(module: Any) -> _Setting:
 
 _opt_einsum = find("backends.opt_einsum")
 
+CHOOSES_ORDER: bool = _opt_einsum.is_available()
+"""Whether a package chooses the order in which torch.einsum contracts more than two tensors."""
+
 _COMMON = (
-    *((_contraction(_opt_einsum),) if _opt_einsum.is_available() else ()),
+    *((_contraction(_opt_einsum),) if CHOOSES_ORDER else ()),
     _Setting(torch.get_default_dtype, torch.set_default_dtype),
     _Setting(deterministic, lambda value: set_deterministic(value, warn_only=deterministic_warns())),
     _attention("flash"),

@@ -236,19 +236,21 @@ class Remaking:
             whether it has made a value in this place before.
         """
         if bounded or not onepass.has_form(recipe):
-            known, place.proof = place.proof, place.proof or ((), "plain")
-            return "plain", None, known is not None
+            is_known = bool(place.proofs)
+            if not is_known:
+                place.prove((), "plain")
+            return "plain", None, is_known
         spec, device = TensorSpec.of(whole), whole.device.type
         likeness = recipe.likeness()
         facts = (likeness, spec, None)
-        known = place.proof
-        if known is not None and known[0] == facts:
-            return known[1], None, True
+        known = place.proof_of(facts)
+        if known is not None:
+            return known, None, True
 
         def tell(way: str) -> None:
             question = (place.facts.key, repr(likeness), spec, None)
             proofs.ask("recipe", question, lambda: way, device_type=device, counts=self._step)
-            place.proof = facts, way
+            place.prove(facts, way)
 
         return "fused", tell, False
 
@@ -264,21 +266,20 @@ class Remaking:
                 place.uses += 1
                 return proven.way
         likeness = recipe.likeness()
-        known, facts = place.proof, (likeness, spec, own)
-        if known is not None and known[0] == facts:
-            place.proven = _proven(recipe, spec, own, known[1])
+        facts = likeness, spec, own
+        known = place.proof_of(facts)
+        if known is not None:
+            place.proven = _proven(recipe, spec, own, known)
             place.uses += 1
-            if not known[1] or not repeats or place.uses % REPEAT:
-                return known[1]
-
-        again = known is not None and known[0] == facts
-        if graphs.capture() is not None and not again:
+            if not known or not repeats or place.uses % REPEAT:
+                return known
+        if graphs.capture() is not None and known is None:
             return ""
 
         def prove() -> str:
             unheld = [leaf for leaf in recipe.leaves if leaf.state.made is None]
-            if again and known is not None and not bounded and whole.device.type not in AT_ONCE:
-                way = self._prove_later(value, recipe, known[1], whole)
+            if known is not None and not bounded and whole.device.type not in AT_ONCE:
+                way = self._prove_later(value, recipe, known, whole)
             elif bounded:
                 way = proving.prove_within(recipe.using_statistics(), whole)
             else:
@@ -289,10 +290,12 @@ class Remaking:
             return way
 
         question, device = (place.facts.key, repr(likeness), spec, own), whole.device.type
+        again = known is not None
         way = proofs.ask("recipe", question, prove, device_type=device, again=again, counts=self._step)
         if not again:  # others are repeated in other steps
             place.uses = zlib.crc32(place.facts.key.encode()) % REPEAT
-        place.proof, place.proven = (facts, way), _proven(recipe, spec, own, way)
+        place.prove(facts, way)
+        place.proven = _proven(recipe, spec, own, way)
         return way
 
     def _prove_later(self, value: Value, recipe: Recipe, way: str, whole: Tensor) -> str:

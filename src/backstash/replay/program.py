@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backstash.capture.names import CallCounts, ModuleEvent
 from backstash.codecs.base import Encoded
+from backstash.numerics import Settings
 from backstash.saved import Mask, SavedTensor, TensorSpec
 
 NOTHING = TensorSpec((), (), torch.float32, torch.device("cpu"), 4)
@@ -377,6 +378,8 @@ class NotedCall:
         needs_grad: for each whether autograd followed it; empty where that makes no difference.
         mean, invstd: the numbers of the saves that are a batch norm's statistics; -1 for none.
         autocast: the dtype of autocast; None where that was off.
+        settings: of the process, under which the call was noted.
+        number: of all such settings, as the interpreter tells them apart.
     """
 
     args: tuple[Any, ...]
@@ -392,6 +395,8 @@ class NotedCall:
     mean: int
     invstd: int
     autocast: torch.dtype | None
+    settings: Settings
+    number: int
 
 
 @dataclass(slots=True)
@@ -422,7 +427,6 @@ class Script:
         saves, values, calls: in the order in which they come.
         registers: how many contents are told apart.
         min_nbytes: what is smaller is kept.
-        settings: of the process, under which calls were noted.
         counted: how many tensors were saved, and their bytes.
         copied: parameters of an accelerator that recipes have copied, to be copied together.
         counts: of modules' calls, and of nodes outside of modules, at the pass's end.
@@ -436,7 +440,6 @@ class Script:
     calls: list[KnownCall]
     registers: int
     min_nbytes: int
-    settings: Any
     counted: tuple[int, int]
     copied: list[Tensor]
     counts: CallCounts

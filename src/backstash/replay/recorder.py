@@ -23,6 +23,7 @@ from backstash.codecs.masks.codec import Bitmask
 from backstash.codecs.narrow.codec import Narrow
 from backstash.codecs.raw import Raw
 from backstash.interpreter import is_odd, is_traced
+from backstash.numerics import CHOOSES_ORDER
 from backstash.ops import backends
 from backstash.ops.layout import Rounding, images
 from backstash.policies.base import Policy, knows_room
@@ -111,6 +112,7 @@ class _Made:
         pattern: what the function is given then.
         draws: whether it draws random numbers.
         shared: which of the tensors that are read are parameters of the model, whose copies calls share.
+        settings: the number of the process's settings then.
         save: the number of its save; -1 for a result.
     """
 
@@ -119,6 +121,7 @@ class _Made:
     pattern: Pattern | None
     draws: bool
     shared: tuple[bool, ...]
+    settings: int
     save: int = -1
 
 
@@ -190,10 +193,13 @@ class Recorder:
     Args:
         names, tape: of the Session.
         type_of_node: what tells nodes of one type from those of another.
+        settings_now: the number of the process's settings.
     """
 
-    def __init__(self, names: Names, tape: CallTape, type_of_node: Callable[[Any], int]) -> None:
-        self.names, self.tape, self._type_of_node = names, tape, type_of_node
+    def __init__(
+        self, names: Names, tape: CallTape, type_of_node: Callable[[Any], int], settings_now: Callable[[], int]
+    ) -> None:
+        self.names, self.tape, self._type_of_node, self._settings_now = names, tape, type_of_node, settings_now
         self.entries: list[_Entry] = []
         self.calls: list[_Call] = []
         self.refusal = ""
@@ -309,7 +315,7 @@ class Recorder:
             tensors = calls.tensors_in(args, kwargs)
             read = tensors if pattern.chosen is None else [tensors[index] for index in pattern.chosen]
             shared = tuple([_is_shared(contents, x) for x in read])
-        self._open.made.append(_Made(content, call, pattern, draws, shared, save))
+        self._open.made.append(_Made(content, call, pattern, draws, shared, self._settings_now(), save))
 
     def cast(self, saved: Saved, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What a function has saved is the conversion of its argument ``x``: of one call, a script knows one."""
@@ -319,7 +325,7 @@ class Recorder:
         content = contents.of(saved.dense)
         if content.call is not None:
             pattern, shared = patterns.pattern_of(args, kwargs, [x], content.call), (_is_shared(contents, x),)
-            self._open.cast = _Made(content, content.call, pattern, False, shared, number)
+            self._open.cast = _Made(content, content.call, pattern, False, shared, self._settings_now(), number)
 
     def _find_nodes(self, call: _Call, result: Any) -> None:
         """Finds the way from the results to each node that has saved something."""
@@ -403,7 +409,6 @@ class _Writer:
         self._used: dict[int, list[_Made]] = {}  # by the number of the call
         self._masks: dict[Mask, Mask] = {}
         self._leaves: set[int] = set()
-        self._settings: Any = None
 
     def script(self) -> Script:
         saves = [self._save(number, entry) for number, entry in enumerate(self._entries)]
@@ -414,9 +419,8 @@ class _Writer:
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
         counted = len(saves), sum(save.spec.nbytes for save in saves)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
-        settings = self._min_nbytes, self._settings, counted, copied
         told = self._recorder.names.counted(), self._recorder.module_events, self._fetching, self._fetches(values)
-        return Script(saves, values, written, len(self._registers), *settings, *told)
+        return Script(saves, values, written, len(self._registers), self._min_nbytes, counted, copied, *told)
 
     def _fetches(self, values: list[ValueProgram]) -> tuple[str, ...]:
         """When moved values are asked for, as text: what backward read in the step before, or what is planned."""
@@ -590,9 +594,8 @@ class _Writer:
         call = recipe.call
         number = self._numbers.get(id(call), -1)
         pattern, made = self._use(number, call)
-        if self._settings is not None and call.settings is not self._settings:
-            raise RefusedError("calls were made under different settings")
-        self._settings = call.settings
+        if CHOOSES_ORDER and call.function is torch.einsum and len(call.inputs) > 2:
+            raise RefusedError("the interpreter does not see by which order einsum contracts more than two tensors")
         given: list[GivenInput] = []
         inner: list[CallTree] = []
         for index, each in enumerate(recipe.inputs):
@@ -726,6 +729,8 @@ class _Writer:
             mean,
             invstd,
             None if noted.autocast is None else noted.autocast[1],
+            noted.settings,
+            made.settings,
         )
 
     def _content_of(self, made: _Made) -> MadeContent:

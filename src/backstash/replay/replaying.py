@@ -231,7 +231,7 @@ class Replaying:
             return
         session = self._session()
         assert session is not None
-        self._recorder = Recorder(session._names, self._tape, native.type_of_node)
+        self._recorder = Recorder(session._names, self._tape, native.type_of_node, native.settings_now)
         self._forward.__class__ = RecordingForward
         self._forward.recorder = self._recorder
         self._tape.contents.describes = True

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 SETTLED = 16
 """After how many such times it is found out anew whether the program lets go earlier, which no look can tell."""
 
+MOST_PROOFS = 8
+"""Of how many recipes it is known in one place how they make its value."""
+
 
 class Proven(NamedTuple):
     """A recipe that was proven, and what came of it (Note: [proven recipes] in remaking.py).
@@ -54,8 +57,9 @@ class Place:
         spared: how many times that is taken for granted before the codecs look at the value again.
         looked: what is known of its codecs on an accelerator (looking.py); None where nothing is.
         told: a policy's revision, and the bytes of the value that it was told of under it (Policy.observes_changes).
-        proof: what the last proven recipe was like, and how it makes the value.
-        proven: the same of the tree of that recipe's patterns; None where a pattern is not known.
+        proofs: what the latest proven recipes were like, and how these make the value, the last one first. Of a module
+            that is called again and again there is one for each of its calls that are unlike.
+        proven: the same of the tree of the last recipe's patterns; None where a pattern is not known.
         tolerance: how far elements that the recipe made within bounds could be off, with the policy's revision.
         uses: how often that proof was used.
         delay: how many torch functions after the save the storage is looked at first.
@@ -78,7 +82,7 @@ class Place:
         "is_dense",
         "looked",
         "made_seconds",
-        "proof",
+        "proofs",
         "proven",
         "releases",
         "root",
@@ -97,7 +101,7 @@ class Place:
         self.releases: bool | None = None
         self.declined: tuple[Action, str] | None = None
         self.looked: Looked | None = None
-        self.proof: tuple[tuple[object, ...], str] | None = None
+        self.proofs: list[tuple[tuple[object, ...], str]] = []
         self.proven: Proven | None = None
         self.tolerance: tuple[object | None, float] | None = None
         self.root: Root | None = None
@@ -106,6 +110,17 @@ class Place:
         self.delay = 1
         self.held = self.gone = self.settled = 0
         self.made_seconds = 0.0
+
+    def proof_of(self, facts: tuple[object, ...]) -> str | None:
+        """How a recipe that is like that makes the value; None where none was proven."""
+        for known, way in self.proofs:
+            if known == facts:
+                return way
+        return None
+
+    def prove(self, facts: tuple[object, ...], way: str) -> None:
+        """Notes how a recipe that is like that makes the value."""
+        self.proofs = [(facts, way), *(each for each in self.proofs if each[0] != facts)][:MOST_PROOFS]
 
     def still_held(self, age: int) -> int:
         """Notes that the program holds the storage so many functions after the save.
