@@ -172,6 +172,13 @@ _BLOCKS = [
         (),
         {"letters": LETTERS},
     ),
+    Kind(
+        "settings_by_variant",
+        "changing",
+        'with Settings(variant in "{letters}"):',
+        (),
+        {"letters": (*LETTERS, "ABC")},
+    ),
 ]
 
 _BETWEEN_STEPS = [

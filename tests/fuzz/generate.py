@@ -30,9 +30,18 @@ BLOCKS = (
     "in_variant",
     "grad_by_variant",
     "autocast_by_variant",
+    "settings_by_variant",
 )
 BRANCHES = ("in_step", "after_step", "in_variant")
-BACKWARD_BLOCKS = ("autocast", "dispatch_mode", "function_mode", "anomaly", "in_variant", "autocast_by_variant")
+BACKWARD_BLOCKS = (
+    "autocast",
+    "dispatch_mode",
+    "function_mode",
+    "anomaly",
+    "in_variant",
+    "autocast_by_variant",
+    "settings_by_variant",
+)
 PATTERNS = ("AAABAA", "AABAAB", "AAABAAC", "ABABAB", "AABBAA", "AAAABC", "ABCABC", "AABACA")
 """Variants of the steps of programs that change from step to step. Most steps repeat an earlier one."""
 

@@ -215,6 +215,24 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Settings:
+    """Settings of the process, which are others inside if ``differ``."""
+
+    def __init__(self, differ: bool) -> None:
+        self.differ = differ
+        self.before: Any = None
+
+    def __enter__(self) -> None:
+        self.before = torch._C._get_mkldnn_enabled(), torch.are_deterministic_algorithms_enabled()
+        if self.differ:
+            torch._C._set_mkldnn_enabled(not self.before[0])
+            torch.use_deterministic_algorithms(not self.before[1], warn_only=True)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_mkldnn_enabled(self.before[0])
+        torch.use_deterministic_algorithms(self.before[1], warn_only=True)
+
+
 def doubled(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Each gradient times two."""
     return tuple(None if gradient is None else gradient * 2 for gradient in gradients)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backstash.policies import get
 from tests.replay.twins import STEPS, Twin, costly
@@ -152,3 +153,50 @@ def test_passes_that_are_all_dropped_settle() -> None:
     for step in range(2 * STEPS):
         twin.step(rows(step))
     assert twin.session._is_replayed, twin.passes.refusal
+
+
+class Scaled(torch.autograd.Function):
+    """A function of the program's own, which saves outside of any of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Rows to rows."""
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Of the rows."""
+        (x,) = ctx.saved_tensors
+        return gradient * x.sigmoid()
+
+
+class Dropping(nn.Module):
+    """Drops all that its beginning has saved; then comes a function, which the test chooses."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.layer, self.function = nn.BatchNorm1d(64), nn.Linear(64, 64), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows [64, 64] to a number."""
+        F.relu(self.norm(x))
+        return self.function(self, x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: checkpoint(lambda y: F.gelu(model.layer(y)), x, use_reentrant=True),
+        lambda model, x: checkpoint(lambda y: F.gelu(model.layer(y)), x, use_reentrant=False),
+        lambda model, x: F.gelu(model.layer(Scaled.apply(x))),
+        lambda model, x: F.gelu(model.layer(x)),
+    ],
+    ids=["reentrant", "checkpoint", "function", "layer"],
+)
+def test_a_pass_whose_beginning_is_dropped(function: Callable[[Any, Tensor], Tensor]) -> None:
+    """Another one begins then, in the middle of what the next function saves."""
+    torch.manual_seed(0)
+    twin = Twin(Dropping(function))
+    for step in range(4 * STEPS):
+        twin.step(rows(step))

@@ -155,9 +155,11 @@ class RecordingForward(Forward):
         """As Forward.pack."""
         if is_traced() or in_backward():
             return super().pack(x)
-        entry = self._recorder.begin_save(x)
+        recorder = self._recorder
+        entry = recorder.begin_save(x)
         packed = super().pack(x)
-        self._recorder.end_save(entry, packed, x)
+        if self.recorder is recorder:  # else all that was saved before is gone, and another pass has begun
+            recorder.end_save(entry, packed, x)
         return packed
 
     def _take_of_node(self, node: Any, found: list[tuple[str, Saved]]) -> None:
