@@ -164,6 +164,13 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("estimate", "--budget", "0", "{script}"), "every step takes some memory"),
         (("run", "--budget", "60%", "--error-limit", "0.1", "{script}"), "has nothing that makes an error"),
         (("run", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("run", "--allow", "bounded", "{script}"), "it says how a plan is made, and none is made: give --budget too"),
+        (("run", "--error-limit", "0.1", "{script}"), "--error-limit: it says how a plan is made, and none is made"),
+        (("run", "--offload-to", ".", "{script}"), "--offload-to: it says how a plan is made, and none is made"),
+        (("run", "--budget", "60%", "--offload-to", ".", "{script}"), "as --allow is 'lossless,recompute': add"),
+        (("profile", "--offload-to", ".", "{script}"), "nothing is moved to '.'"),
+        (("plan", "--budget", "60%", "--offload-to", ".", "{script}"), "nothing is moved to '.'"),
+        (("estimate", "--budget", "60%", "--offload-to", ".", "{script}"), "nothing is moved to '.'"),
         (("profile", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
         (("plan", "--budget", "60%", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
         (("estimate", "--budget", "60%", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
@@ -191,6 +198,16 @@ def test_what_was_asked_wrongly_is_refused_before_the_script_starts(
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert "arguments" not in result.stdout
+
+
+def test_options_of_the_environment_may_be_for_other_commands(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, invoke: Invoke
+) -> None:
+    for name, value in (("OFFLOAD_TO", str(tmp_path)), ("ALLOW", "lossless"), ("ERROR_LIMIT", "0.1")):
+        monkeypatch.setenv(f"BACKSTASH_{name}", value)
+    assert "activations" in invoke("run", script).stdout
+    monkeypatch.delenv("BACKSTASH_ERROR_LIMIT")
+    assert invoke("profile", "--quiet", script).exit_code == 0
 
 
 def test_it_runs_as_a_module(tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def measured(device: str, offload_to: object = None) -> Link:
         return Link("disk", str(tmp_path), Speed(0.0, 1e-10, 0.0), Speed(1e-4, 1e-10, 1.0), Speed(1e-4, 1e-10, 1.0))
 
-    for module in ("measure.profiling", "run.budgeted"):
-        monkeypatch.setattr(f"backstash.planning.{module}.measured", measured)
+    monkeypatch.setattr("backstash.planning.measure.link.measured", measured)
     return tmp_path
 
 
@@ -178,6 +177,10 @@ def test_what_means_nothing_is_an_error_before_training(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(PlanError, match="is no folder that can be written to"):
         Budgeted("50%", "offload", device="cpu", offload_to=file / "below")
+    with pytest.raises(PlanError, match="'offload' is not among what is allowed"):
+        Budgeted("50%", device="cpu", offload_to=tmp_path)
+    with pytest.raises(PlanError, match="'offload' is not among what is allowed"):
+        bs.profile(lambda: None, device="cpu", offload_to=tmp_path)
 
 
 @pytest.mark.slow

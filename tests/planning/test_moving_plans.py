@@ -37,7 +37,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def measured(device: str, offload_to: object = None) -> Link:
         return Link(FAST.store, str(tmp_path), FAST.hand_over, FAST.out, FAST.back)
 
-    monkeypatch.setattr("backstash.planning.measure.profiling.measured", measured)
+    monkeypatch.setattr("backstash.planning.measure.link.measured", measured)
     return tmp_path
 
 
@@ -179,7 +179,7 @@ def test_over_a_slow_link_dense_values_are_moved_with_shorter_exponents(
 ) -> None:
     slow = Speed(1e-4, 1e-7, 0.0)
     monkeypatch.setattr(
-        "backstash.planning.measure.profiling.measured", lambda *_: Link("disk", str(tmp_path), slow, slow, slow)
+        "backstash.planning.measure.link.measured", lambda *_: Link("disk", str(tmp_path), slow, slow, slow)
     )
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU()) for _ in range(3)]

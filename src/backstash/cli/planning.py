@@ -72,6 +72,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def profile(
+    context: typer.Context,
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
@@ -87,6 +88,7 @@ def profile(
     """
     out = file_for("--out", out)
     check_options(None, allow)
+    offload_to = folder_to(context, offload_to, allow)
     with exits(), waiting(quiet) as say:
         say(f"the first steps of {script}")
         found = profiled(script, args or (), is_module, allow, offload_to)
@@ -97,6 +99,7 @@ def profile(
 
 
 def plan(
+    context: typer.Context,
     script: Script,
     budget: Budget,
     args: Arguments = None,
@@ -114,6 +117,7 @@ def plan(
     """
     out, page = file_for("--out", out), file_for("--page", page)
     check_options(budget, allow, error_limit)
+    offload_to = folder_to(context, offload_to, allow)
     with exits(), waiting(quiet) as say:
         say(f"the first steps of {script}")
         step = profiled(script, args or (), is_module, allow, offload_to)
@@ -142,6 +146,7 @@ def _plan_or_best_so_far(planner: Planner, budget: int | str) -> tuple[Plan, boo
 
 
 def estimate(
+    context: typer.Context,
     script: Script,
     budget: Budget,
     args: Arguments = None,
@@ -155,6 +160,7 @@ def estimate(
     All that a step allocates is taken to grow with the batch, but for the gradients of weights.
     """
     check_options(budget, allow, error_limit)
+    offload_to = folder_to(context, offload_to, allow)
     with exits(), waiting() as say:
         say(f"the first steps of {script}")
         found = profiled(script, args or (), is_module, allow, offload_to)
@@ -244,6 +250,24 @@ def check_options(budget: str | None, allow: str, error_limit: float | None = No
         if budget is not None:
             parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(None if budget is None else error_limit, words(allow))
+
+
+def folder_to(context: typer.Context, offload_to: str | None, allow: str) -> str | None:
+    """Returns the folder that values are moved to, if they may be. One that means nothing is refused if it is typed."""
+    if "offload" in words(allow):
+        return offload_to
+    if is_typed(context, "offload_to"):
+        raise typer.BadParameter(
+            f"nothing is moved to {offload_to!r}, as --allow is {allow!r}: add 'offload', or leave the folder out",
+            param_hint="--offload-to",
+        )
+    return None
+
+
+def is_typed(context: typer.Context, option: str) -> bool:
+    """Whether the command line has that option; in the environment, or a file, it may be meant for other commands."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def words(allow: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import typer
 from backstash import policies
 from backstash.cli.endings import exits
 from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, PolicyName, Quiet, Script, file_for
-from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, check_options, run_within
+from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, check_options, folder_to, is_typed, run_within
 from backstash.errors import PlanError
 from backstash.integrations import allocator as allocators
 from backstash.integrations import ranks
@@ -81,12 +81,18 @@ def run(
         require_script(script, is_module)
         policies.require(policy)
         _require_one(budget, plan)
-        source = context.get_parameter_source("policy")
-        if (budget is not None or plan is not None) and source is not None and source.name == "COMMANDLINE":
+        if (budget is not None or plan is not None) and is_typed(context, "policy"):
             raise typer.BadParameter(
                 "a plan decides in the place of a policy: give one of the two, and say by --allow what a plan may do",
                 param_hint="--policy",
             )
+        for option in () if budget is not None else ("allow", "error_limit", "offload_to"):
+            if is_typed(context, option):
+                raise typer.BadParameter(
+                    "it says how a plan is made, and none is made: give --budget too, or leave it out",
+                    param_hint=f"--{option.replace('_', '-')}",
+                )
+        offload_to = folder_to(context, offload_to, allow)
         _start_under(allocator if not keep_memory else allocators.SYSTEM, quiet or not rank.is_first)
     if keep_memory and not allocators.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -153,6 +153,28 @@ def measured(device: str, offload_to: str | os.PathLike[str] | None = None) -> L
         PlanError: nothing can be moved to.
     """
     return _measured(device, "" if device != "cpu" else folder(offload_to), torch.get_num_threads())
+
+
+def allowed(tries: Sequence[str], device: str, offload_to: str | os.PathLike[str] | None = None) -> Link | None:
+    """Returns the link over which values may be moved; None where they may not.
+
+    Args:
+        tries: the families of choices that are allowed.
+        device: of the values.
+        offload_to: the user's folder.
+
+    Raises:
+        PlanError: nothing can be moved to, or a folder was given and nothing may be moved.
+    """
+    require_path(offload_to)
+    if "offload" in tries:
+        return measured(device, offload_to)
+    if offload_to is None:
+        return None
+    raise PlanError(
+        f"values were asked to be moved to {str(offload_to)!r}, but 'offload' is not among what is allowed: "
+        f"{', '.join(tries)}. Add 'offload' to allow, or leave offload_to out."
+    )
 
 
 @lru_cache(maxsize=8)

@@ -27,7 +27,7 @@ from backstash.arguments import check_count, check_model, check_step
 from backstash.capture import modules
 from backstash.errors import MeasureError
 from backstash.planning.measure.events import memory_profiler, roots_of
-from backstash.planning.measure.link import Link, measured, require_path
+from backstash.planning.measure.link import Link, allowed
 from backstash.planning.measure.moving import moved
 from backstash.planning.measure.probing import Probe, with_errors
 from backstash.planning.measure.survey import Births, KeepForSurvey, KeepForTiming, Silent, Survey, SurveyedValue
@@ -106,9 +106,8 @@ def profile(
             f"({accelerator.kind() or 'none'} here)."
         )
     check_count(min_nbytes, "min_nbytes", "bytes", "profile")
-    require_path(offload_to)
     tries = families(allow)
-    link = measured(device, offload_to) if "offload" in tries else None
+    link = allowed(tries, device, offload_to)
     models = [model] if model is not None else _outermost(step)
     with _undone(step, models, link is not None, is_told=True) as runs:
         survey = Survey(tries)

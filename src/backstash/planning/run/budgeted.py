@@ -36,7 +36,7 @@ from backstash.capture import leaving, modules
 from backstash.capture.modules import Signature, signature_of
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
 from backstash.ops.backends import serving
-from backstash.planning.measure.link import measured, require_path
+from backstash.planning.measure import link
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.budget import check_device, families, limit_of_errors, parse_budget
 from backstash.planning.model.explain import size
@@ -166,12 +166,11 @@ class Budgeted(Following):
         parse_budget(budget, 1 << 30)  # what means nothing is an error now, and not in the middle of the training
         self.tries = families(allow)
         check_device(device, "training within a budget was asked for on")
-        require_path(offload_to)
         self.budget = budget
         self.allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.error_limit = error_limit
         self.device = device or accelerator.kind() or "cpu"
-        self.link = measured(self.device, offload_to) if "offload" in self.tries else None
+        self.link = link.allowed(self.tries, self.device, offload_to)
         limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of
         self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
