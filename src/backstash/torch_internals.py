@@ -884,7 +884,9 @@ def inductor_backend(patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     def backend(graph: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
-        return compile_fx(graph, inputs, config_patches=patches | keywords.pop("options", {}), **keywords)
+        mode = keywords.pop("mode", None)  # torch hands it on to a backend that is no name
+        of_mode = {} if mode in (None, "default") else mode_options(mode, None)
+        return compile_fx(graph, inputs, config_patches=of_mode | patches | keywords.pop("options", {}), **keywords)
 
     return backend
 

@@ -164,6 +164,7 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("estimate", "--budget", "0", "{script}"), "every step takes some memory"),
         (("run", "--budget", "60%", "--error-limit", "0.1", "{script}"), "has nothing that makes an error"),
         (("run", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
+        (("run", "--budget", "50%", "--allow", "", "{script}"), "--allow is empty"),
         (("run", "--allow", "bounded", "{script}"), "it says how a plan is made, and none is made: give --budget too"),
         (("run", "--error-limit", "0.1", "{script}"), "--error-limit: it says how a plan is made, and none is made"),
         (("run", "--offload-to", ".", "{script}"), "--offload-to: it says how a plan is made, and none is made"),

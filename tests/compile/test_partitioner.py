@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
 from typing import Any
@@ -22,6 +23,7 @@ from backstash.errors import UnknownNameError
 from backstash.policies import Keep, Policy, Rules
 from backstash.report.meter import CountedPeak
 from backstash.saved import Effect, Need, SavedTensor
+from backstash.torch_internals import mode_options
 from tests import networks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -508,3 +510,21 @@ def test_copies_in_float32_of_bfloat16_numbers_are_not_saved() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         torch.compile(model, backend=compile_backend(min_nbytes=0))(torch.randn(128, 64).bfloat16()).backward()
     assert saved and set(saved) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs", "default"])
+def test_a_mode_reaches_inductor_through_a_backend(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch hands the words of ``mode`` on to a backend that is no name."""
+    compile_fx, given = importlib.import_module("torch._inductor.compile_fx"), dict[str, Any]()
+
+    def compiled(graph: Any, inputs: Any, **keywords: Any) -> Any:
+        given.update(keywords)
+        return graph.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    net = nn.Linear(4, 4)
+    torch.compile(net, backend=compile_backend("lossless", inner="inductor"), mode=mode)(torch.ones(2, 4))
+    assert given.keys() == {"config_patches"}
+    expected = {} if mode == "default" else mode_options(mode, None)
+    assert expected.items() <= given["config_patches"].items()
+    torch._dynamo.reset()

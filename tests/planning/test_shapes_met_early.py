@@ -106,6 +106,42 @@ def test_shapes_that_fit_without_a_plan_are_not_measured(monkeypatch: pytest.Mon
     session.close()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_steps_that_each_have_another_length(share: float, seed: int) -> None:
+    """A plan comes soon, and from then on few passes take more than it says."""
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(16, 64) for _ in range(200)]
+    session = Budgeted(int(share * Loop(nullcontext()).peak(64)), min_nbytes=256)
+    loop, kept, first = Loop(session), 0, 0
+    for number, length in enumerate(lengths):
+        is_planned = session.has_planned
+        loop.step(length)
+        first = first if session.has_planned else number + 1
+        is_large = length > share * 64  # a plain step takes more than the budget
+        kept += is_large and is_planned and isinstance(session.policy, KeepForSurvey)
+    assert session.report().steps == len(lengths)
+    assert first <= 40
+    assert kept <= 3  # the second shape and the third
+    assert sum(bucket.is_done for bucket in session.buckets) >= 0.8 * len(session.buckets)
+    session.close()
+    budget = session.found.budget_nbytes
+    for length in sorted({*lengths[-12:]}):
+        loop.step(length)  # which may be the first one since it was forgotten
+        assert loop.peak(length) <= budget
+
+
+def test_a_share_is_one_of_a_step_that_is_as_large_as_those_before() -> None:
+    drawn = random.Random(3)
+    session = Budgeted("60%", min_nbytes=256)
+    loop = Loop(session)
+    for _ in range(60):
+        loop.step(drawn.randint(16, 64))
+    largest = session.buckets.largest()
+    assert session.has_planned and largest is not None and largest.signature[0][0][1] >= 40
+    session.close()
+
+
 def test_no_shape_is_begun_to_be_measured_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where lengths take turns, and none comes back in time."""
     begun: Counter[Any] = Counter()

@@ -250,6 +250,10 @@ def check_options(budget: str | None, allow: str, error_limit: float | None = No
         if budget is not None:
             parse_budget(as_budget(budget), 1 << 30)
         limit_of_errors(None if budget is None else error_limit, words(allow))
+        if not words(allow):
+            raise PlanError(
+                "a plan was asked for that may do nothing: --allow is empty. Name what it may do, or leave it out."
+            )
 
 
 def folder_to(context: typer.Context, offload_to: str | None, allow: str) -> str | None:
@@ -282,8 +286,11 @@ def as_budget(budget: str) -> int | str:
 
 def _said(times: Growth, profile: StepProfile, nbytes: int) -> list[str]:
     plain = f"plain, a step takes {amount(profile.plain_peak_nbytes)}"
+    planned = f"{times.planned:.2f} times, at {times.seconds:.2f} times the plain step's time per example"
+    if times.planned < 0.005:
+        planned = f"hardly any: at least {amount(round(nbytes / times.planned))} are there for the batch that it is now"
     return [
         f"{plain}. Within {amount(nbytes)}:",
         f"  without backstash, the batch may be {times.plain:.2f} times what it is now;",
-        f"  with a plan, {times.planned:.2f} times, at {times.seconds:.2f} times the plain step's time per example.",
+        f"  with a plan, {planned}.",
     ]

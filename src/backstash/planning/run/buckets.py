@@ -8,9 +8,11 @@ Note: [new shapes]
 
     When some shapes were profiled, three where one number varies, the profiles of others follow from theirs
     (model/shapes.py), and with them a plan before the first step, whose peak is known then. So no further shape is
-    profiled, be it smaller or larger, unless its step turns out to be another one. Where every step has a shape of its
-    own, none comes back to be timed and tried at leisure. So of the second shape and the third one step is recorded, in
-    which everything is tried at once.
+    profiled, be it smaller or larger, and none of their steps is counted, unless one turns out to be another step.
+    Where every step has a shape of its own, none comes back to be timed and tried at leisure. So of the second shape
+    and the third one step is recorded, in which everything is tried at once, and if possible a step that keeps the
+    budget in plain PyTorch as well. A prediction is not taken that a larger shape refutes, or that no plan keeps within
+    a budget which is kept by what is done with the largest profiled shape.
 """
 
 from __future__ import annotations
@@ -50,15 +52,17 @@ LEAST_MEASURED = 3
 MOST_MEASURED = 12
 """How many shapes are profiled at most for the sake of others."""
 
-NEAR = 0.05
-"""The logarithm of the ratio of two shapes that tell nothing more about others than one of them."""
+NEAR, WIDE, MET = 0.025, 0.15, 2
+"""The logarithm of the ratio of two shapes that tell nothing more about others than one of them; and of two that tell
+little more, so that the second one is profiled only if it was met more often than that."""
 
 
-def size_ratio(small: Signature, large: Signature) -> float:
+def size_ratio(small: Signature, large: Signature, is_linear: bool = False) -> float:
     """How many times as much a step of the one signature may take as a step of the other, at most.
 
-    Infinitely many times if there are more tensors; single numbers do not count. Without autocast a value takes at most
-    twice what it takes with it.
+    Steps grow no faster than with the square of a sequence's length; ``is_linear`` says in proportion to it. Infinitely
+    many times if there are more tensors; single numbers do not count. Without autocast a value takes at most twice what
+    it takes with it.
     """
     known, asked = ([each for each in signature if each[0]] for signature in (small, large))
     is_cast, stays_cast = (any(name.startswith(AUTOCAST) for _, name in signature) for signature in (small, large))
@@ -71,7 +75,7 @@ def size_ratio(small: Signature, large: Signature) -> float:
             continue
         batch = other[0] / shape[0]
         inside = math.prod(other[1:]) / math.prod(shape[1:])
-        are_tokens = "int" in dtype and inside > 1
+        are_tokens = "int" in dtype and inside > 1 and not is_linear
         most = max(most, batch * (inside * inside if are_tokens else inside))
     return wider * (most or 1.0)
 
@@ -152,6 +156,7 @@ class Buckets:
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._measured: OrderedDict[Signature, Planner] = OrderedDict()
         self._family: tuple[Sequence[Planner], ShapeFamily] | None = None
+        self._forgotten: list[Bucket] = []
         self.recorded_share = 1.0
 
     def __len__(self) -> int:
@@ -167,13 +172,25 @@ class Buckets:
             found = self._by_signature[signature] = Bucket(signature)
             if len(self._by_signature) > MOST_BUCKETS:
                 largest = self.largest()  # from which the plans of new shapes are derived
-                del self._by_signature[next(key for key, each in self._by_signature.items() if each is not largest)]
+                self._note_measured()
+                oldest = next(key for key, each in self._by_signature.items() if each is not largest)
+                self._forgotten.append(self._by_signature.pop(oldest))
         self._by_signature.move_to_end(signature)
         return found
+
+    def take_forgotten(self) -> list[Bucket]:
+        """Returns the buckets that were forgotten since it was asked."""
+        taken, self._forgotten = self._forgotten, []
+        return taken
 
     def largest(self) -> Bucket | None:
         """The profiled bucket whose plain step takes the most."""
         return max((each for each in self if each.is_measured), key=lambda each: each.plain_nbytes, default=None)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether so many shapes were profiled that the profiles of others may follow from theirs."""
+        return len(self._note_measured()) >= LEAST_MEASURED
 
     @property
     def planners(self) -> list[Planner]:
@@ -197,7 +214,15 @@ class Buckets:
             sizes = [_sizes_of(shape) for shape in known]
             self._family = planners, ShapeFamily(sizes, [planner.profile for planner in planners])
         profile = self._family[1].profile(_sizes_of(signature), min_nbytes)
-        return None if profile is None else Planner(profile, planners[0].allow, error_limit, planners)
+        if profile is None or profile.plain_peak_nbytes > self._most(signature, known):
+            return None
+        return Planner(profile, planners[0].allow, error_limit, planners)
+
+    @staticmethod
+    def _most(signature: Signature, known: Mapping[Signature, Planner]) -> float:
+        """What a plain step takes at most, because a larger shape takes that."""
+        larger = [each.profile for shape, each in known.items() if size_ratio(shape, signature) <= 1]
+        return min((profile.plain_peak_nbytes for profile in larger), default=math.inf)
 
     def _note_measured(self) -> Mapping[Signature, Planner]:
         """The planners of all shapes that were profiled, also of those that are forgotten as buckets."""
@@ -213,9 +238,10 @@ class Buckets:
             return False
         if self._family is not None and not self._family[1].wanted:
             return False
-        ratios = [size_ratio(shape, bucket.signature) for shape in (largest.signature, *measured)]
+        ratios = [size_ratio(shape, bucket.signature, is_linear=True) for shape in (largest.signature, *measured)]
         is_own_kind = _kind_of(bucket.signature) == _kind_of(largest.signature)
-        return is_own_kind and ratios[0] <= 1 and all(abs(math.log(ratio)) > NEAR for ratio in ratios)
+        near = NEAR if bucket.met > MET else WIDE
+        return is_own_kind and ratios[0] <= 1 and all(abs(math.log(ratio)) > near for ratio in ratios)
 
     def clear(self) -> None:
         """Forgets all of them, and the plans that are kept in no folder."""

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -43,8 +44,8 @@ from backstash.planning.model.explain import size
 from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
-from backstash.planning.run.buckets import MOST_COURSES, Alike, Bucket, Buckets, size_ratio
-from backstash.planning.run.course import Course
+from backstash.planning.run.buckets import MET, MOST_COURSES, Alike, Bucket, Buckets, size_ratio
+from backstash.planning.run.course import PATIENCE, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES
 from backstash.planning.run.following import Following, Witness
 from backstash.planning.run.guard import Guard, in_front_of
@@ -69,7 +70,10 @@ from backstash.torch_internals import (
 T = TypeVar("T")
 
 ROOMY = 0.9
-"""Up to which share of the budget a predicted plain step need not be counted."""
+"""Up to which share of the budget a peak that follows from steps in which all was kept is taken for a plain one's."""
+
+MORE = 64
+"""How many solutions are tried before it is seen again whether the first step of one of those that are known fits."""
 
 MOST_SURVEYS = 8
 """How often steps of one shape are surveyed where their kinds come in any order: one of each kind has to be met."""
@@ -431,7 +435,7 @@ class Budgeted(Following):
     def begun(self) -> int:
         """How many forward passes have begun, also of Sessions that are not used any more."""
         used: list[Session] = [each.session for each in self.buckets if each.session is not None]
-        return self._steps + sum(session.report().steps for session in used)
+        return self._steps + sum(session._steps for session in used)
 
     # -- a forward pass begins -----------------------------------------------------------------------------------
 
@@ -489,6 +493,9 @@ class Budgeted(Following):
         if self.period > 1:
             self._listen()
         self.last = bucket = self.buckets.of(signature)
+        for forgotten in self.buckets.take_forgotten():
+            if forgotten.session is not None:
+                self.retire(forgotten.session)
         self._look_at(bucket)
         bucket.met += 1
         if bucket.session is None:
@@ -499,16 +506,14 @@ class Budgeted(Following):
         if self._course is not None and self._course.is_over(bucket):
             self.abandon()
         may_start = self._course is None and not self.phase and not bucket.is_done
-        if may_start and self._may_predict and self.buckets.helps(bucket) and bucket.offers < MOST_COURSES:
+        if may_start and self.helps(bucket) and bucket.offers < MOST_COURSES:
             bucket.offers += 1
             self._start(Course(self, bucket, is_for_others=True))
-        elif (
-            may_start and (bucket.waits or not self.has_planned) and (bucket.met > 1 or self.buckets.largest() is None)
-        ):
+        elif may_start and (bucket.waits or not self.has_planned) and self._is_frequent(bucket):
             bucket.courses += 1
             self._start(Course(self, bucket))
-        is_other = self._course is not None and not self._course.measures(bucket)
-        self._is_apart = is_other and self.period == 1 and bucket.is_predicted and bucket.is_done
+        self._is_other = self.has_planned and self._course is not None and not self._course.measures(bucket)
+        self._is_apart = self._is_other and self.period == 1 and bucket.is_predicted and bucket.is_done
         borrowed = None if self._course is None else self._course.session_for(bucket)
         self._session = bucket.session if borrowed is None else borrowed
         if isinstance(self._session, Unhooked):
@@ -519,7 +524,7 @@ class Budgeted(Following):
         """Whether more is known of a bucket without a plan than when it was met, or measured in vain."""
         if bucket.plan is not None or bucket.is_done or not self.has_planned or bucket.session is None:
             return False
-        if self._course is not None and self._course.measures(bucket):
+        if self._course is not None and self._course.directs(bucket):
             return False
         keeps = isinstance(bucket.session.policy, KeepForSurvey)
         return keeps or len(self.buckets.planners) > bucket.derived_from
@@ -544,20 +549,55 @@ class Budgeted(Following):
         """Whether steps of other shapes are alike but for their sizes: single passes, whose values are not rounded."""
         return self.period <= 1 and not self.order.is_mixed and "bounded" not in self.tries
 
+    def helps(self, bucket: Bucket) -> bool:
+        """Returns whether the profiles of other shapes may follow once one step of this one was recorded, as it may be.
+
+        Everything is kept in that step. So one that would take more than the budget is recorded only if it comes again
+        and again, or others have not come for as long as the first plan took, and nothing follows yet.
+        """
+        largest = self.buckets.largest()
+        if largest is None or not self._may_predict or not self.buckets.helps(bucket):
+            return False
+        kept_nbytes = largest.plain_nbytes * size_ratio(largest.signature, bucket.signature, is_linear=True)
+        has_waited = bucket.met > MET or self.begun > 2 * largest.found.measured_passes
+        is_needed = has_waited and not self.buckets.may_follow
+        return kept_nbytes <= self.nbytes_of(largest.plain_nbytes) or is_needed
+
+    def _is_frequent(self, bucket: Bucket) -> bool:
+        """Whether steps of a shape come often enough to be measured: one has to come again before others end that."""
+        if self.buckets.largest() is None:
+            return True
+        is_one_of_few = len(self.buckets) <= PATIENCE
+        return bucket.met > 1 and (is_one_of_few or bucket.met * PATIENCE >= sum(each.met for each in self.buckets))
+
     def _predicted(self, bucket: Bucket) -> Policy | None:
         """The plan of a shape whose profile follows from those of others; None where it does not."""
         largest = self.buckets.largest()
         if largest is None or not self._may_predict or self.given is not None or not self.has_planned:
             return None
         smallest = self._options.get("min_nbytes", 0)
-        planner = self.buckets.predicted(bucket.signature, smallest, self.error_limit)
+        is_predicted = not bucket.is_measured
+        if is_predicted:
+            planner = self.buckets.predicted(bucket.signature, smallest, self.error_limit)
+        else:
+            planner = bucket.planner
         if planner is None:
             return None
         budget = self.nbytes_of(largest.plain_nbytes)
         nbytes = max(1, budget - largest.margin)
-        while not planner.has_found(nbytes) and next(planner.search(), self) is not self:
+        kept_nbytes = planner.profile.plain_peak_nbytes
+        is_roomy = kept_nbytes <= ROOMY * budget
+        below_nbytes = nbytes if is_roomy else min(nbytes, kept_nbytes - 1)
+        while not planner.has_found(below_nbytes) and next(planner.search(), self) is not self:
             pass  # a step that is larger than those before may need what none of these did
-        plan, first_nbytes = planner.first_plan(nbytes)
+        plan, first_nbytes = planner.first_plan(nbytes, is_roomy)
+        while first_nbytes > nbytes and not planner.is_searched:  # what is known fits from the second step on
+            for _ in islice(planner.search(), MORE):
+                pass
+            plan, first_nbytes = planner.first_plan(nbytes, is_roomy)
+        is_other = not is_predicted or plan.peak_nbytes > budget  # a prediction of steps that cannot take so much
+        if first_nbytes > budget and is_other and self._alike(bucket)[1] <= budget:
+            return None
         if first_nbytes > budget:
             said = (
                 f"a step of {bucket.signature} was asked for within {size(budget)} ({budget} bytes), but under the "
@@ -567,7 +607,7 @@ class Budgeted(Following):
             if self.strict:
                 raise BatchTooLargeError(BudgetError(said, first_nbytes, plan.seconds, plan))
             warnings.warn(said, stacklevel=2)
-        bucket.planner, bucket.is_predicted, bucket.margin = planner, True, largest.margin
+        bucket.planner, bucket.is_predicted, bucket.margin = planner, is_predicted, largest.margin
         bucket.found = Within(
             budget_nbytes=budget,
             plain_nbytes=planner.profile.plain_peak_nbytes,
@@ -578,7 +618,7 @@ class Budgeted(Following):
         )
         policy = self.guarded(bucket, plan, max(budget, plan.budget))
         bucket.plan = plan
-        bucket.is_done = plan.is_empty and first_nbytes <= ROOMY * budget  # else one of its steps is counted
+        bucket.is_done = first_nbytes <= budget  # else it is counted what a step takes
         return policy
 
     def _derived(self, bucket: Bucket) -> Policy:
@@ -592,10 +632,17 @@ class Budgeted(Following):
             if self.given is None:
                 return self.keeping(1)
             return self._guarded(self.given) if len(self.buckets) == 1 else Alike(self.given)
+        return Alike(self._alike(bucket)[0])
+
+    def _alike(self, bucket: Bucket) -> tuple[Plan, float]:
+        """The plan of the largest shape that a step follows within the budget, and what it takes then at most."""
+        known = self.buckets.largest()
+        assert known is not None and known.planner is not None
         times = size_ratio(known.signature, bucket.signature)
         if times <= 1 and known.plan is not None:
-            return Alike(known.plan)
-        return Alike(known.planner.at_most(int(self.nbytes_of(known.plain_nbytes) / times)))
+            return known.plan, known.plan.peak_nbytes
+        plan = known.planner.at_most(int(self.nbytes_of(known.plain_nbytes) / times))
+        return plan, plan.peak_nbytes * times
 
     # -- Sessions ------------------------------------------------------------------------------------------------
 
@@ -616,18 +663,18 @@ class Budgeted(Following):
     def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
         """From the next forward pass on, steps of that bucket run under that policy, in a new Session."""
         if bucket.session is not None:
-            self._steps += bucket.session.report().steps
+            self._steps += bucket.session._steps
         bucket.session = self.session_with(policy, is_unhooked, **options)
 
     def go_back(self, bucket: Bucket, session: Session) -> None:
         """The same, under a Session that was in use before."""
         assert bucket.session is not None
-        self._steps += bucket.session.report().steps - session.report().steps
+        self._steps += bucket.session._steps - session._steps
         bucket.session = session
 
     def retire(self, session: Session) -> None:
         """Counts the steps of a Session that is not used any more."""
-        self._steps += session.report().steps
+        self._steps += session._steps
 
     def use_alike(self, bucket: Bucket, plan: Plan) -> None:
         """The same, under the plan of another shape."""

@@ -97,6 +97,9 @@ PATIENT, MOST_HURRIED = 4, 4
 """After how many steps without a plan a slice takes as much again as the first one did, and how many times that at
 most: a budget that no plan keeps is known when the search is over, and until then steps take more than it."""
 
+FEW = 4
+"""More steps of other shapes than that, and than one in so many, are awaited no more."""
+
 MOST_TRIED = 64
 """In how many steps choices are tried at most, before what is left is tried in the recorded one."""
 
@@ -120,7 +123,8 @@ MOST_MOVED = 4
 """How many steps are awaited at most until they stay on one thread."""
 
 MOST_SMALLER = 10
-"""How many recorded steps may be smaller than the first one of all, until one of them is taken for it."""
+"""After how many recorded steps one that is half as large as the largest one so far is taken for it, and after twice as
+many any: each step that is recorded in vain makes do with a little less."""
 
 MOST_ALONE = 2
 """How many recorded steps of the right kind may add to no gradients, until one of them is taken for all."""
@@ -242,6 +246,9 @@ class MeasuredLoop(Protocol):
     def nbytes_of(self, plain_nbytes: int) -> int:
         """As Budgeted.nbytes_of."""
 
+    def helps(self, bucket: Bucket) -> bool:
+        """As Budgeted.helps."""
+
     def forget_nbytes(self) -> None:
         """As Budgeted.forget_nbytes."""
 
@@ -268,30 +275,39 @@ class Course:
         self._owner: MeasuredLoop = weakref.proxy(owner)  # which holds this object
         self._is_for_others = is_for_others
         self._keeping: Session | None = None  # for that step
+        self._is_recording = False  # the next step, or this one
+        self._has_recorded = False  # a step, which is yet to be read
         self._bucket = bucket
         self._plain_of: Bucket | None = None  # the kind of the plain step that was recorded behind the other one
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._seconds = 0.0  # of a plain step
+        self._about = 0.0  # of one of another shape, as long as none of its own was timed
         self._plain: list[float] = []  # times of plain steps
         self._times: list[float] | None = None  # of steps as they run now; None where they are not timed
         self._used = 0.0  # seconds of the slice that follows the last pass which are used up already
         self._spent = 0.0  # seconds that were computed between steps
+        self._met: set[Bucket] = set()  # kinds of steps, since it began
         self._passed = 0  # forward passes of other shapes since the last one of its own
         self.stage = "the order of its passes is looked for"
 
     def measures(self, bucket: Bucket) -> bool:
         """Whether steps of a bucket are those that it waits for."""
-        return bucket is self._bucket or (self._is_for_others and self._owner.buckets.helps(bucket))
+        return bucket is self._bucket or (self._is_for_others and self._owner.helps(bucket))
+
+    def directs(self, bucket: Bucket) -> bool:
+        """Whether it says under which policy steps of a bucket run."""
+        return bucket is self._bucket and not self._is_for_others
 
     def is_over(self, bucket: Bucket) -> bool:
         """Is told of each forward pass. Returns whether this course waits in vain, because other shapes come."""
+        self._met.add(bucket)
         self._passed = 0 if self.measures(bucket) else self._passed + 1
-        patience = PATIENCE if bucket.waits else MOST_PATIENT
-        return self._passed > patience and self._owner.has_planned
+        patience = PATIENCE if bucket.waits and not self._is_for_others else MOST_PATIENT
+        return self._passed > patience and self._owner.has_planned and not self._has_recorded
 
     def session_for(self, bucket: Bucket) -> Session | None:
         """Returns the Session that the next step of a kind borrows; None where it has its own."""
-        return self._keeping if self._owner.buckets.helps(bucket) else None
+        return self._keeping if self._is_recording and self._owner.helps(bucket) else None
 
     def run(self) -> Waiting:
         """Measures. Yields what it waits for."""
@@ -334,7 +350,7 @@ class Course:
         if self._owner.is_hurried:
             return math.inf
         is_plain = self._times is not None and self._times is self._plain
-        return (SHARE_OF_PLAIN if is_plain else SHARE) * self._seconds + LEAST
+        return (SHARE_OF_PLAIN if is_plain else SHARE) * (self._seconds or self._about) + LEAST
 
     @property
     def _plain_seconds(self) -> float:
@@ -347,6 +363,8 @@ class Course:
         for _ in range(self._owner.period or 1):
             yield "cycle"
         self._used = 0.0
+        if self._times is self._plain and not self._seconds:
+            self._about = clock() - began
         if self._times is not None and self._owner.last is self._bucket:
             self._times.append(clock() - began)
             if self._times is self._plain:
@@ -378,6 +396,7 @@ class Course:
         """Reads a record between steps."""
         line = Timeline([], self._owner.device)
         yield from self._steps_until(line.read(events))
+        self._has_recorded = False
         return line
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -436,14 +455,11 @@ class Course:
 
         is_first = owner.buckets.largest() is None or not owner.has_planned
         before = bucket.session
-        timed = min(PLAIN_STEPS, 1) if owner.is_hurried else PLAIN_STEPS
+        timed = 0 if not is_first else min(PLAIN_STEPS, 1) if owner.is_hurried else PLAIN_STEPS
         if len(self._plain) < timed:
             self.stage = "plain steps are timed"
             self._run_plain()
-            for _ in range(MOST_RECORDED):
-                yield from self._step()
-                if len(self._plain) >= timed:
-                    break
+            yield from self._steps_of_its_own(MOST_RECORDED, lambda: len(self._plain) >= timed)
 
         def keep() -> None:
             self._run(bucket, owner.keeping(owner.forwards))
@@ -455,7 +471,8 @@ class Course:
         lines: list[list[Event]] = []
         keep()
         self.stage = "it is tried what can be done with the values of a step"
-        yield from self._try_choices(partial(Survey, owner.tries, watch, measured), is_first)
+        if is_first:
+            yield from self._try_choices(partial(Survey, owner.tries, watch, measured))
         yield from self._record(watcher, lines, is_first, keep, wait, counts_plain=True)
         if not lines and not is_first:
             if before is not None:
@@ -543,20 +560,36 @@ class Course:
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit, owner.buckets.planners)
 
-    def _try_choices(self, survey: Callable[[float], Survey], is_any: bool) -> Waiting:
+    def _try_choices(self, survey: Callable[[float], Survey]) -> Waiting:
         """Tries the choices of values in as many steps as that takes, a share in each of them.
+
+        What was tried at one shape says nothing at another. Where others come, the rest is tried in the recorded step.
 
         Args:
             survey: makes a survey that takes so many seconds at most.
-            is_any: whether steps of any bucket will do.
         """
-        for _ in range(0 if self._owner.is_hurried else MOST_TRIED):
+        trying = survey(self._share)
+
+        def is_complete() -> bool:
+            nonlocal trying
+            self._spent += trying.spent
+            if trying.is_complete:
+                return True
             trying = survey(self._share)
             self._owner.watch(trying)
+            return False
+
+        self._owner.watch(trying)
+        yield from self._steps_of_its_own(0 if self._owner.is_hurried else MOST_TRIED, is_complete)
+        self._owner.watch(None)
+
+    def _steps_of_its_own(self, most: int, is_enough: Callable[[], bool]) -> Waiting:
+        """Waits for so many steps at most, until it is enough, or too many of them are of other shapes."""
+        others = 0
+        for number in range(1, most + 1):
             yield from self._step()
-            self._owner.watch(None)
-            self._spent += trying.spent
-            if trying.is_complete and (is_any or self._owner.last is self._bucket):
+            others += self._owner.last is not self._bucket
+            if is_enough() or (others > FEW and others > number // FEW):
                 return
 
     def _run(self, bucket: Bucket, policy: Policy, **options: Any) -> None:
@@ -586,9 +619,17 @@ class Course:
             self._times = None
             self._owner.go_back(self._bucket, session)
 
-    def _is_as_large(self, other: Bucket | None) -> bool:
-        """Whether a step of another kind takes no less than one of this bucket, of which a budget may be a share."""
-        return other is not None and size_ratio(self._bucket.signature, other.signature) >= 1
+    def _is_as_large(self, bucket: Bucket | None, tried: int) -> bool:
+        """Whether a step takes about as much as the largest one so far, of which a budget may be a share.
+
+        Args:
+            bucket: of the step.
+            tried: how many steps were recorded in vain.
+        """
+        if bucket is None:
+            return False
+        least = min(size_ratio(each.signature, bucket.signature) for each in (bucket, *self._met))
+        return least >= 1 - tried / (2 * MOST_SMALLER)
 
     def _probe(self, survey: Survey, squares: dict[str, float]) -> Waiting:
         """Measures in a step what rounding does to the gradients, and adds it to ``squares``, by key (see Probe)."""
@@ -914,6 +955,7 @@ class Course:
         """
         while True:
             prepare()
+            self._is_recording = self._has_recorded = False
             yield from self._record_once(watcher, lines, is_any, wait, proves, counts_plain)
             if lines or not self._owner.recording.gave_way:
                 return
@@ -970,6 +1012,7 @@ class Course:
             if not recording.is_running:
                 return  # Note: [one thread] in recording.py
             recording.begin_step()
+            self._is_recording = True
             told = watcher()
             owner.watch(told)
             self._recorded = {}
@@ -977,14 +1020,15 @@ class Course:
                 yield "cycle"
                 self._recorded |= owner.passed
             owner.watch(None)
-            is_own = owner.last is self._bucket or (is_any and (tried >= MOST_SMALLER or self._is_as_large(owner.last)))
+            is_own = owner.last is self._bucket if not is_any else self._is_as_large(owner.last, tried)
             if self._is_for_others:
-                is_own = owner.last is not None and owner.buckets.helps(owner.last)
+                is_own = owner.last is not None and owner.helps(owner.last)
             is_full = self._is_full
             alone += is_own and not is_full
             tried, others = tried + 1, 0 if is_own else others + 1
             if is_own and (is_full or alone > MOST_ALONE):
                 self._spent += told.spent if isinstance(told, Survey) else 0.0
+                self._is_recording, self._has_recorded = False, True
                 recorded, is_followed = owner.last, counts_plain and not may_compile()
                 assert recorded is not None
                 if is_followed:

@@ -86,6 +86,7 @@ class Following:
         self.passed: dict[str, str] = {}
         self.order = Order()
         self._is_ordering = False  # whether the kinds of passes are noted
+        self._is_other = False  # the pass in progress is of another shape than is measured, and there is a plan
         self._is_apart = False  # the pass in progress is a step like those that are measured, of which all is known
         self._left = 0  # passes whose kinds are noted in any case
         self._begun: list[int] = []  # how many forward passes had begun before each of these passes, and after the last
@@ -141,8 +142,11 @@ class Following:
     def _attach(self, session: Session | None = None) -> None:
         """Has the watcher watch a Session, by default that of the step that begins."""
         self._watching.close()
-        if self._watcher is not None and not (self._is_apart and self._asked is None):
-            self._watching.enter_context((session or self._session).watched_by(self._watcher))
+        watcher = self._watcher
+        if self._is_other:  # nobody asks about its step, but its kind may be noted
+            watcher = Silent() if self._is_ordering and not self._is_apart else None
+        if watcher is not None:
+            self._watching.enter_context((session or self._session).watched_by(watcher))
 
     def _start(self, course: Course) -> None:
         self._course = course

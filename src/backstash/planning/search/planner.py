@@ -185,13 +185,19 @@ class Planner:
         found = next((found for found in reversed(known) if found.peak_nbytes <= nbytes), known[0])
         return self._with_drafts(self._plan(max(nbytes, found.peak_nbytes), found, known), found)
 
-    def first_plan(self, nbytes: int) -> tuple[Plan, int]:
+    def first_plan(self, nbytes: int, may_keep_all: bool = True) -> tuple[Plan, int]:
         """Returns the fastest known plan whose first step stays within so many bytes too, and the peak of that step.
 
         The first step of a shape proves calls, which takes memory (PeakModel.first_nbytes). If no such plan is known,
         it is the one whose first step takes the least, of those that fit from the second step on.
+
+        Args:
+            nbytes: the most.
+            may_keep_all: whether everything may be kept, if another plan is known.
         """
-        known = [self._everything, *reversed(self.known_solutions[:-1])]
+        known = [*reversed(self.known_solutions[:-1])]
+        if may_keep_all or not known:
+            known.insert(0, self._everything)
         firsts = [self._first_nbytes(each) for each in known]
         fitting = [at for at, each in enumerate(known) if self._predicted(each) <= nbytes] or [len(known) - 1]
         best = next((at for at in fitting if firsts[at] <= nbytes), min(fitting, key=firsts.__getitem__))
