@@ -30,6 +30,7 @@ import torch
 
 from backstash.capture.modules import AUTOCAST, Signature
 from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
 from backstash.planning.model.shapes import ShapeFamily
 from backstash.planning.run.plan_files import PlanFiles
 from backstash.planning.run.within import Within
@@ -211,8 +212,7 @@ class Buckets:
             return None
         planners = list(known.values())
         if self._family is None or self._family[0] != planners:
-            sizes = [_sizes_of(shape) for shape in known]
-            self._family = planners, ShapeFamily(sizes, [planner.profile for planner in planners])
+            self._family = planners, _family_of(known)
         profile = self._family[1].profile(_sizes_of(signature), min_nbytes)
         if profile is None or profile.plain_peak_nbytes > self._most(signature, known):
             return None
@@ -272,6 +272,25 @@ class Buckets:
             self._plans.popitem(last=False)
         if self.files is not None:
             self.files.write(fingerprint, plan)
+
+
+def _family_of(known: Mapping[Signature, Planner]) -> ShapeFamily:
+    """The family of the profiled shapes, without those that are odd among the larger ones.
+
+    In steps that are small enough, kernels and this library do other things than in larger ones.
+    """
+    ordered = sorted(known.items(), key=lambda each: each[1].profile.plain_peak_nbytes, reverse=True)
+    shapes = [(_sizes_of(shape), planner.profile) for shape, planner in ordered]
+    found = ShapeFamily(*zip(*shapes, strict=True))
+    if found.wanted:
+        return found
+    alike: list[tuple[tuple[int, ...], StepProfile]] = []
+    for each in shapes:
+        family = ShapeFamily(*zip(*alike, each, strict=True))
+        if family.wanted or not alike:
+            found = family
+            alike.append(each)
+    return found
 
 
 def _kind_of(signature: Signature) -> tuple[tuple[int, str], ...]:
