@@ -512,7 +512,8 @@ class Budgeted(Following):
         elif may_start and (bucket.waits or not self.has_planned) and self._is_frequent(bucket):
             bucket.courses += 1
             self._start(Course(self, bucket))
-        self._is_other = self.has_planned and self._course is not None and not self._course.measures(bucket)
+        is_first = not self.has_planned or self.buckets.largest() is None  # then steps of any shape are measured
+        self._is_other = not is_first and self._course is not None and not self._course.measures(bucket)
         self._is_apart = self._is_other and self.period == 1 and bucket.is_predicted and bucket.is_done
         borrowed = None if self._course is None else self._course.session_for(bucket)
         self._session = bucket.session if borrowed is None else borrowed
@@ -559,9 +560,10 @@ class Budgeted(Following):
         if largest is None or not self._may_predict or not self.buckets.helps(bucket):
             return False
         kept_nbytes = largest.plain_nbytes * size_ratio(largest.signature, bucket.signature, is_linear=True)
+        if kept_nbytes <= self.nbytes_of(largest.plain_nbytes):
+            return True
         has_waited = bucket.met > MET or self.begun > 2 * largest.found.measured_passes
-        is_needed = has_waited and not self.buckets.may_follow
-        return kept_nbytes <= self.nbytes_of(largest.plain_nbytes) or is_needed
+        return has_waited and not self.buckets.may_follow
 
     def _is_frequent(self, bucket: Bucket) -> bool:
         """Whether steps of a shape come often enough to be measured: one has to come again before others end that."""
