@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from gradient_checks import Remake
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch_settings import matmul_precision, setting
+from torch_settings import OPT_EINSUM, SETTINGS
 
 import backstash as bs
 from backstash.numerics import settings, under
@@ -24,27 +22,6 @@ from backstash.testing import equal_bits
 
 TINY = 1e-39
 """Below the smallest normal float32."""
-
-
-def flushed() -> AbstractContextManager[Any]:
-    return setting(lambda: False, torch.set_flush_denormal, True)
-
-
-def deterministic() -> AbstractContextManager[Any]:
-    put = partial(torch.use_deterministic_algorithms, warn_only=True)
-    return setting(torch.are_deterministic_algorithms_enabled, put, True)
-
-
-SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "math attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "flash attention": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "flushed": flushed,
-    "precision": lambda: matmul_precision("medium"),
-    "no oneDNN": lambda: setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
-    "deterministic": deterministic,
-    "threads": lambda: setting(torch.get_num_threads, torch.set_num_threads, 2),
-}
 
 
 class Attending(nn.Module):
@@ -151,13 +128,9 @@ def test_every_setting_can_be_written(device: str) -> None:
         assert each.read() == value
 
 
-CONTRACTING = """
-import sys, types
-
-def contract_path(equation, *operands, optimize):
-    return [(1, 2), (0, 1)] if optimize == "auto" else [(0, 2), (0, 1)], None
-
-sys.modules["opt_einsum"] = types.SimpleNamespace(contract_path=contract_path)
+CONTRACTING = (
+    OPT_EINSUM
+    + """
 import torch
 import backstash as bs
 from backstash import Keep, Recompute
@@ -198,6 +171,7 @@ for assigns in (False, True):
 with torch.backends.opt_einsum.flags(enabled=True, strategy="greedy"):
     pass
 """
+)
 
 
 @pytest.mark.slow

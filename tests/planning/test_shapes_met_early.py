@@ -183,3 +183,33 @@ def test_a_network_that_is_trained_from_later_on_makes_steps_longer() -> None:
         step(generator, torch.randn(128, 32))
     assert session.period == 6
     session.close()
+
+
+def test_plain_steps_of_other_shapes_tell_the_time_in_proportion() -> None:
+    session = Budgeted("60%")
+    small, large = (session.buckets.of((((4, length), "int64"),)) for length in (20, 60))
+    measured = course.Course(session, large)
+    measured._estimate = 9.0
+    assert measured._seconds == 9.0
+    measured._plain += [(small, 1.0)] * 3
+    assert measured._seconds == pytest.approx(3.0)
+    measured._plain += [(large, 2.0)]
+    assert measured._seconds == 2.0
+    session.close()
+
+
+def test_a_second_shape_takes_the_share_of_recorded_time_that_the_first_one_had(
+    monkeypatch: pytest.MonkeyPatch, compiles_nothing: None
+) -> None:
+    monkeypatch.setattr(course, "PLAIN_STEPS", 2)
+    session = Budgeted("60%", min_nbytes=256)
+    loop = Loop(session)
+    for _ in range(60):
+        loop.step(64)
+    share = session.buckets.recorded_share
+    assert session.has_planned and share != 1.0
+    for _ in range(30):
+        loop.step(63)  # too near to be profiled for the sake of others
+    assert len(session.buckets.planners) == 2
+    assert session.buckets.recorded_share == share
+    session.close()

@@ -6,32 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch_settings import matmul_precision, setting
+from torch_settings import OPT_EINSUM, SETTINGS
 
 from backstash.policies import get
 from tests.replay.twins import STEPS, Twin, costly
 
 Entered = Callable[[], AbstractContextManager[Any]]
-
-SETTINGS: dict[str, Entered] = {
-    "math attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "flash attention": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "precision": lambda: matmul_precision("medium"),
-    "no oneDNN": lambda: setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
-    "deterministic": lambda: setting(
-        torch.are_deterministic_algorithms_enabled, partial(torch.use_deterministic_algorithms, warn_only=True), True
-    ),
-    "threads": lambda: setting(torch.get_num_threads, torch.set_num_threads, 2),
-}
 
 
 class Blocks(nn.Module):
@@ -110,13 +96,9 @@ def test_settings_that_change_once_passes_are_known(name: str, part: str) -> Non
             twin.step(rows(step))
 
 
-CONTRACTING = """
-import sys, types
-
-def contract_path(equation, *operands, optimize):
-    return [(1, 2), (0, 1)] if optimize == "auto" else [(0, 2), (0, 1)], None
-
-sys.modules["opt_einsum"] = types.SimpleNamespace(contract_path=contract_path)
+CONTRACTING = (
+    OPT_EINSUM
+    + """
 import torch
 from tests.replay.twins import STEPS, Twin, costly
 
@@ -137,6 +119,7 @@ for enabled in (True, False, True):
     for _ in range(STEPS):
         twin.step(torch.randn(48, 48))
 """
+)
 
 
 def test_the_order_of_contractions() -> None:

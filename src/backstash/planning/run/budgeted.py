@@ -512,8 +512,7 @@ class Budgeted(Following):
         elif may_start and (bucket.waits or not self.has_planned) and self._is_frequent(bucket):
             bucket.courses += 1
             self._start(Course(self, bucket))
-        is_first = not self.has_planned or self.buckets.largest() is None  # then steps of any shape are measured
-        self._is_other = not is_first and self._course is not None and not self._course.measures(bucket)
+        self._is_other = not (self.takes_any or self._course is None or self._course.measures(bucket))
         self._is_apart = self._is_other and self.period == 1 and bucket.is_predicted and bucket.is_done
         borrowed = None if self._course is None else self._course.session_for(bucket)
         self._session = bucket.session if borrowed is None else borrowed
@@ -550,6 +549,11 @@ class Budgeted(Following):
         """Whether steps of other shapes are alike but for their sizes: single passes, whose values are not rounded."""
         return self.period <= 1 and not self.order.is_mixed and "bounded" not in self.tries
 
+    @property
+    def takes_any(self) -> bool:
+        """Whether a step of any shape is measured, as there is no plan of any."""
+        return self.buckets.largest() is None or not self.has_planned
+
     def helps(self, bucket: Bucket) -> bool:
         """Returns whether the profiles of other shapes may follow once one step of this one was recorded, as it may be.
 
@@ -578,11 +582,9 @@ class Budgeted(Following):
         if largest is None or not self._may_predict or self.given is not None or not self.has_planned:
             return None
         smallest = self._options.get("min_nbytes", 0)
-        is_predicted = not bucket.is_measured
+        planner, is_predicted = bucket.planner, not bucket.is_measured
         if is_predicted:
             planner = self.buckets.predicted(bucket.signature, smallest, self.error_limit)
-        else:
-            planner = bucket.planner
         if planner is None:
             return None
         budget = self.nbytes_of(largest.plain_nbytes)
@@ -592,11 +594,12 @@ class Budgeted(Following):
         below_nbytes = nbytes if is_roomy else min(nbytes, kept_nbytes - 1)
         while not planner.has_found(below_nbytes) and next(planner.search(), self) is not self:
             pass  # a step that is larger than those before may need what none of these did
-        plan, first_nbytes = planner.first_plan(nbytes, is_roomy)
-        while first_nbytes > nbytes and not planner.is_searched:  # what is known fits from the second step on
-            for _ in islice(planner.search(), MORE):
-                pass
+        while True:
             plan, first_nbytes = planner.first_plan(nbytes, is_roomy)
+            if first_nbytes <= nbytes or planner.is_searched:
+                break
+            for _ in islice(planner.search(), MORE):  # what is known fits from the second step on
+                pass
         is_other = not is_predicted or plan.peak_nbytes > budget  # a prediction of steps that cannot take so much
         if first_nbytes > budget and is_other and self._alike(bucket)[1] <= budget:
             return None

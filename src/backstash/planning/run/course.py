@@ -210,6 +210,10 @@ class MeasuredLoop(Protocol):
         """As Following.is_steady."""
 
     @property
+    def takes_any(self) -> bool:
+        """As Budgeted.takes_any."""
+
+    @property
     def phase(self) -> int:
         """As Following.phase."""
 
@@ -280,10 +284,9 @@ class Course:
         self._bucket = bucket
         self._plain_of: Bucket | None = None  # the kind of the plain step that was recorded behind the other one
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
-        self._seconds = 0.0  # of a plain step
-        self._about = 0.0  # of one of another shape, as long as none of its own was timed
-        self._plain: list[float] = []  # times of plain steps
-        self._times: list[float] | None = None  # of steps as they run now; None where they are not timed
+        self._estimate = 0.0  # seconds of a plain step, by what was recorded
+        self._plain: list[tuple[Bucket, float]] = []  # kinds of plain steps, and their times
+        self._times: list[tuple[Bucket, float]] | None = None  # of steps as they run now; None where they are not timed
         self._used = 0.0  # seconds of the slice that follows the last pass which are used up already
         self._spent = 0.0  # seconds that were computed between steps
         self._met: set[Bucket] = set()  # kinds of steps, since it began
@@ -350,12 +353,26 @@ class Course:
         if self._owner.is_hurried:
             return math.inf
         is_plain = self._times is not None and self._times is self._plain
-        return (SHARE_OF_PLAIN if is_plain else SHARE) * (self._seconds or self._about) + LEAST
+        return (SHARE_OF_PLAIN if is_plain else SHARE) * self._seconds + LEAST
 
     @property
     def _plain_seconds(self) -> float:
         """The time of a plain step; 0.0 where none was timed."""
-        return usual(self._plain) if self._plain else 0.0
+        return self._usual(self._plain)
+
+    def _usual(self, times: list[tuple[Bucket, float]]) -> float:
+        """What steps of this bucket usually take; 0.0 where none was timed."""
+        own = [seconds for bucket, seconds in times if bucket is self._bucket]
+        return usual(own) if own else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        """The time of a plain step: as it was timed, or in proportion to plain steps of other shapes, or estimated."""
+        ratios = [size_ratio(other.signature, self._bucket.signature, is_linear=True) for other, _ in self._plain]
+        times = [
+            ratio * seconds for ratio, (_, seconds) in zip(ratios, self._plain, strict=True) if math.isfinite(ratio)
+        ]
+        return self._plain_seconds or (usual(times) if times else self._estimate)
 
     def _step(self) -> Waiting:
         """Waits for a step, and times it where steps are timed."""
@@ -363,14 +380,11 @@ class Course:
         for _ in range(self._owner.period or 1):
             yield "cycle"
         self._used = 0.0
-        if self._times is self._plain and not self._seconds:
-            self._about = clock() - began
-        if self._times is not None and self._owner.last is self._bucket:
-            self._times.append(clock() - began)
-            if self._times is self._plain:
-                self._seconds = self._plain_seconds
-            else:
-                self._bucket.found = replace(self._bucket.found, seconds=usual(self._times))
+        last = self._owner.last
+        if self._times is not None and last is not None:
+            self._times.append((last, clock() - began))
+            if self._times is not self._plain:
+                self._bucket.found = replace(self._bucket.found, seconds=self._usual(self._times))
 
     def _slice(self, work: Iterator[None], times: float = 1.0) -> bool:
         """Does some work, for so many times the usual share. Returns whether it is done."""
@@ -453,13 +467,16 @@ class Course:
 
         measured = KindMeasurements()
 
-        is_first = owner.buckets.largest() is None or not owner.has_planned
-        before = bucket.session
-        timed = 0 if not is_first else min(PLAIN_STEPS, 1) if owner.is_hurried else PLAIN_STEPS
+        is_first, before = owner.takes_any, bucket.session
+        timed = PLAIN_STEPS if is_first else 0
+        if owner.is_hurried:
+            timed = min(timed, 1)
         if len(self._plain) < timed:
             self.stage = "plain steps are timed"
             self._run_plain()
-            yield from self._steps_of_its_own(MOST_RECORDED, lambda: len(self._plain) >= timed)
+            yield from self._steps_of_its_own(
+                MOST_RECORDED, lambda: sum(each is self._bucket for each, _ in self._plain) >= timed
+            )
 
         def keep() -> None:
             self._run(bucket, owner.keeping(owner.forwards))
@@ -486,8 +503,11 @@ class Course:
         # Else about that: under a Session that keeps everything some readers write over what they read.
         plain = line.plain if line.plain is not None and self._plain_of is bucket else line
         recorded = sum(position.seconds for position in line.positions)
-        self._seconds = self._seconds or recorded
-        owner.buckets.recorded_share = self._seconds / recorded if recorded else 1.0
+        if is_first:
+            self._estimate = recorded
+            owner.buckets.recorded_share = self._seconds / recorded if recorded else 1.0
+        else:
+            self._estimate = owner.buckets.recorded_share * recorded
         squares: dict[str, float] = {}
         if "bounded" in owner.tries:
             yield from self._probe(surveys[-1], squares)
