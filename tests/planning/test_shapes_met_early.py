@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,10 +207,78 @@ def test_a_second_shape_takes_the_share_of_recorded_time_that_the_first_one_had(
     loop = Loop(session)
     for _ in range(60):
         loop.step(64)
-    share = session.buckets.recorded_share
-    assert session.has_planned and share != 1.0
+    assert session.has_planned and session.buckets.recorded_share != 1.0
+    session.buckets.recorded_share = share = 1e-4  # as if the profiler took most of the time
     for _ in range(30):
         loop.step(63)  # too near to be profiled for the sake of others
-    assert len(session.buckets.planners) == 2
+    first, second = (each.profile.seconds for each in session.buckets.planners)
+    assert max(first, second) > 20 * min(first, second)
     assert session.buckets.recorded_share == share
+    session.close()
+
+
+def test_a_course_for_others_lends_its_session_to_the_recorded_step_alone() -> None:
+    """And says nothing of the others' policies; what it has recorded is read, whatever comes meanwhile."""
+    session = Budgeted("60%")
+    session.has_planned, session.helps = True, lambda bucket: True  # type: ignore[method-assign]
+    bucket = session.buckets.of((((4, 20), "int64"),))
+    measured = course.Course(session, bucket, is_for_others=True)
+    measured._keeping = lent = session.session_with(session.keeping(1))
+    assert measured.measures(bucket) and not measured.directs(bucket)
+    assert measured.session_for(bucket) is None
+    measured._is_recording = True
+    assert measured.session_for(bucket) is lent
+    session.helps = lambda bucket: False  # type: ignore[method-assign]
+    other = session.buckets.of((((4, 60), "int64"),))
+    measured._has_recorded = True
+    assert not any(measured.is_over(other) for _ in range(2 * course.MOST_PATIENT))
+    measured._has_recorded = False
+    assert measured.is_over(other)
+    session.close()
+
+
+def test_a_prediction_that_a_larger_shape_refutes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Budgeted("70%", min_nbytes=256)
+    session.is_hurried = True
+    loop = Loop(session)
+    for length in [64] * 30 + [24, 32, 40, 48] * 10:
+        loop.step(length)
+    signature = (((8, 28), "int64"),)
+    found = session.buckets.predicted(signature, 256, None)
+    assert found is not None and session.buckets._family is not None
+    profile, most = found.profile, max(each.profile.plain_peak_nbytes for each in session.buckets.planners)
+    monkeypatch.setattr(
+        session.buckets._family[1], "profile", lambda *_: replace(profile, plain_peak_nbytes=most), raising=False
+    )
+    assert session.buckets.predicted(signature, 256, None) is None
+    session.close()
+
+
+def test_steps_of_other_shapes_are_not_awaited_for_long() -> None:
+    session = Budgeted("60%")
+    own, other = (session.buckets.of((((4, length), "int64"),)) for length in (20, 60))
+    measured = course.Course(session, own)
+    for last, expected in ((own, 64), (other, course.FEW + 1)):
+        session.last = last
+        assert sum(1 for _ in measured._steps_of_its_own(64, lambda: False)) == expected
+    session.close()
+
+
+def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
+    session = Budgeted("50%", min_nbytes=256)
+    session.is_hurried = True
+    loop = Loop(session)
+    for _ in range(12):
+        loop.step(64)
+    large, small = (session.buckets.of((((8, length), "int64"),)) for length in (48, 24))
+    assert session.has_planned and not session.buckets.may_follow
+    largest = session.buckets.largest()
+    assert largest is not None
+    largest.found = replace(largest.found, measured_passes=1000)  # others have not been awaited for so long
+    assert session.helps(small) and not session.helps(large)
+    large.met = 3
+    assert session.helps(large)
+    large.met = 0
+    largest.found = replace(largest.found, measured_passes=1)
+    assert session.helps(large)
     session.close()
