@@ -301,11 +301,13 @@ PyObject* replayer_number(PyObject* self, void* which) {
 
 PyObject* replayer_is_running(PyObject* self, void*) { return PyBool_FromLong(replayer_of(self).run != nullptr); }
 
-// How many tensors the pass that is about to end has saved, without those of a call that is not over, which are named when
-// it is.
-PyObject* replayer_named_saves(PyObject* self, void*) {
+// How many tensors the pass that is about to end has saved, and how many of them without those of a call that is not over,
+// which are named when it is.
+PyObject* replayer_saves_at_end(PyObject* self, void*) {
     const auto& run = replayer_of(self).ending;
-    return PyLong_FromSize_t(run == nullptr ? 0 : run->next_save - run->current.size());
+    const size_t saves = run == nullptr ? 0 : run->next_save;
+    return Py_BuildValue("(nn)", static_cast<Py_ssize_t>(saves),
+                         static_cast<Py_ssize_t>(run == nullptr ? 0 : saves - run->current.size()));
 }
 
 PyObject* replayer_place(PyObject* self, void*) {
@@ -356,7 +358,8 @@ PyGetSetDef replayer_attributes[] = {
     {"peak_nbytes", replayer_number, nullptr, "the most bytes so far", reinterpret_cast<void*>(2)},
     {"alive", replayer_number, nullptr, "how many packed tensors there are", reinterpret_cast<void*>(3)},
     {"is_running", replayer_is_running, nullptr, "whether a pass is in progress", nullptr},
-    {"named_saves", replayer_named_saves, nullptr, "how many tensors the pass that is about to end has named", nullptr},
+    {"saves_at_end", replayer_saves_at_end, nullptr,
+     "how many tensors the pass that is about to end has saved, and how many of them are named", nullptr},
     {"place", replayer_place, nullptr, "how many saves and calls of it there were", nullptr},
     {"kinds", replayer_kinds, nullptr, "of functions", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},

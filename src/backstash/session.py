@@ -253,7 +253,7 @@ class Session:
             return
         self._entry.is_over = True
         if error is not None:
-            self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0)
+            self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0, 0)
         leaving.to_the_end(self._leave_entry)
 
     def _leave_entry(self) -> None:
@@ -446,16 +446,19 @@ class Session:
     def _learn(self) -> None:
         """A step is over, or the Session is left: note what it may spare the next one."""
         known, step, encoder = self._names.learned, self._forward.step, self._encoder
-        counted = self._forward.counted[0], self._forward.counted[1]
-        self._forward.counted[:] = 0, 0
+        counted, looks = (self._forward.counted[0], self._forward.counted[1]), self._forward.counted[2]
+        self._forward.counted[:] = 0, 0, 0
         if self._forward.is_idle:
             known.end_idle_step(counted)
             return
-        if not step.is_whole or self._is_replayed:
+        if not step.is_whole:
+            known.drop_pass()
+            return
+        if self._is_replayed:
             return
         if self._replaying is not None and counted[0]:  # else it was an evaluation
             is_ordinary = step.named == step.recognised and not step.calls
-            self._replaying.learn(known.passes, counted, is_ordinary)
+            known.end_pass((*counted, looks), is_ordinary)
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
         # Where something was compiled it would be compiled once more for the hooks of an idle Session.
@@ -509,6 +512,7 @@ class Session:
         passes = self._names.learned.begin_pass(kind)
         self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes)
         if self._is_replayed:
+            self._names.learned.run_script()
             self._forward.step = passes.step
             return
         self.prepare(Step())

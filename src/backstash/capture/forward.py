@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.capture.names import Names
@@ -70,7 +70,7 @@ class Forward:
         remakes_anything: whether that is noted of costly functions too.
         parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
-        counted: how many tensors were saved in this step, and their bytes.
+        counted: how many tensors were saved in this step, their bytes, and a sum that tells what they are from others.
         is_idle: whether the Session has nothing to do.
         recorder: writes the pass in progress down; None for nobody.
         replaying: watches torch functions in passes that are known; None for nobody.
@@ -132,7 +132,7 @@ class Forward:
         self._made_in: dict[int, float] = {}  # seconds, by the address of what was made
         self.remakes_anything = bool(policy.remakes_anything)
         self.step = Step()
-        self.counted = [0, 0]
+        self.counted = [0, 0, 0]
         self.parameters = parameters
         self._policy = policy
         self._is_watched = is_watching(policy)
@@ -153,7 +153,7 @@ class Forward:
     def begin_step(self, step: Step) -> None:
         """The accounts of the step that begins."""
         self.step = step
-        self.counted[:] = 0, 0
+        self.counted[:] = 0, 0, 0
         self._shapes.clear()
         self._assigned.clear()
         self._steps += 1
@@ -272,6 +272,8 @@ class Forward:
                 storage = inner.untyped_storage()
                 nbytes = storage.nbytes()
                 counted[1] += x.nbytes
+                if type(x) is nn.Parameter:
+                    counted[2] += hash((storage._cdata,))
                 if self.parameters.include(x, storage):
                     self.step.parameters[storage._cdata] = nbytes
                     return HeldParameter.of(x, inner)
@@ -383,6 +385,7 @@ class Forward:
                 continue
             self.step.named += 1
             self.step.recognised += is_known
+            self.counted[2] += hash((id(place),))
             dense = saved.dense if builtin and self._is_watched else None
             self.take(saved, place, node._sequence_nr() if builtin else None)
             if dense is not None:

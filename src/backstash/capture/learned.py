@@ -64,10 +64,20 @@ QUIET_STEPS = 2
 EQUAL_PASSES, MOST_EQUAL_PASSES = 4, 256
 """After how many equal passes one is written down (replay/), at first and at most."""
 
-
 MOST_KINDS, MOST_SCRIPTS = 256, 16
-"""How many kinds of passes are told apart, and how many of them have a script. The one that was not met for the longest
-time is forgotten first."""
+"""How many kinds of passes are told apart, and how many scripts there are. What was not met for the longest time is
+forgotten first."""
+
+HISTORIES = (16, 8, 4, 2, 1)
+"""How many passes of a kind are looked back at to tell what the next one saves, the longest first."""
+
+MOST_EXPECTED, MOST_VARIANTS = 512, 16
+"""For how many courses of passes of a kind it is kept what came after them, and how many passes that differ are told
+apart."""
+
+
+Counted = tuple[int, int, int]
+"""What a pass has saved: how many tensors, their bytes, and a sum that tells what they are, as Forward.counted."""
 
 
 class Limit:
@@ -101,16 +111,15 @@ class Limit:
 
 
 class Passes:
-    """What is known of one kind of passes of a model under a policy, which may be the same again and again.
+    """What is known of passes that begin alike and save as much as each other.
 
     Args:
-        needed: how many equal ones there have to be.
+        counted: what each has saved.
+        needed: how many there have to be until one is written down.
 
     Attributes:
         script, read: the script, and the same as the interpreter has read it; None where none was written.
-        counted: how many tensors the latest pass has saved, and their bytes.
-        equal: how many equal passes there were.
-        needed: how many there have to be.
+        equal: how many there were since a script was of no use, if all did nothing out of the ordinary.
         refusal: why the latest one could not be written down.
         since: how many passes have run the script since one went the long way.
         runs, misses: how many passes have begun with a script, and how many of these were given back.
@@ -132,14 +141,23 @@ class Passes:
         "step",
     )
 
-    def __init__(self, needed: int) -> None:
+    def __init__(self, counted: Counted, needed: int) -> None:
         self.script: Any = None
         self.read: Any = None
-        self.counted = (0, 0)
+        self.counted = counted
         self.equal, self.needed, self.since, self.misses, self.runs = 0, needed, 0, 0, 0
         self.refusal = ""
         self.step: Any = None
         self.revision: object | None = None
+
+    def take(self, written: Passes) -> None:
+        """One of the passes was written down, or could not be."""
+        self.refusal = written.refusal
+        if written.script is None:
+            self.forget()
+            return
+        self.script, self.read, self.step = written.script, written.read, written.step
+        self.since, self.revision = 0, written.revision
 
     def forget(self) -> None:
         """The passes differ: it takes twice as many equal ones until the next is written down."""
@@ -148,14 +166,105 @@ class Passes:
         self.needed = min(max(EQUAL_PASSES, 2 * self.needed), MOST_EQUAL_PASSES)
 
 
+class Expected:
+    """What came after some passes of a kind, one after the other.
+
+    Attributes:
+        passes: what came.
+    """
+
+    __slots__ = ("_right", "_wrong", "passes")
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self._right = self._wrong = 0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it comes again, as far as can be told."""
+        return self._right >= 4 * self._wrong
+
+    def add(self, passes: Passes) -> None:
+        """These came this time."""
+        if passes is self.passes:
+            self._right += 1
+        elif self._wrong < self._right:
+            self._wrong += 1
+        else:
+            self.passes, self._right, self._wrong = passes, 0, 1
+        if self._right + self._wrong > 64:  # what is long past counts less
+            self._right //= 2
+            self._wrong //= 2
+
+
+class Kind:
+    """Passes that begin alike (Note: [kinds of passes]).
+
+    Attributes:
+        variants: those that were met, by what they save; the latest one is at the end.
+    """
+
+    __slots__ = ("_expected", "_history", "variants")
+
+    def __init__(self) -> None:
+        self.variants: dict[Counted, Passes] = {}
+        self._expected: dict[tuple[Counted, ...], Expected] = {}
+        self._history: tuple[Counted, ...] = ()
+
+    def _courses(self) -> list[tuple[Counted, ...]]:
+        """The courses of the latest passes, the longest first."""
+        history = self._history
+        return [history[len(history) - each :] for each in HISTORIES if each <= len(history)]
+
+    def next_passes(self) -> Passes | None:
+        """What the next pass is one of; None if that cannot be told."""
+        for course in self._courses():
+            expected = self._expected.get(course)
+            if expected is not None and expected.is_sure:
+                return expected.passes
+        return None
+
+    def add(self, counted: Counted, needed: int) -> Passes:
+        """A pass is over; returns what is known of those that are like it.
+
+        Args:
+            counted: what it has saved.
+            needed: how many equal ones there have to be if it is the first one.
+        """
+        passes = self.variants.pop(counted, None)
+        is_new = passes is None
+        if passes is None:
+            passes = Passes(counted, needed)
+        self.variants[counted] = passes
+        if len(self.variants) > MOST_VARIANTS:
+            del self.variants[next(iter(self.variants))]
+            self._expected.clear()
+        elif len(self._expected) > MOST_EXPECTED:
+            self._expected.clear()
+        for course in self._courses():
+            expected = self._expected.get(course)
+            if expected is None:
+                self._expected[course] = Expected(passes)
+            else:
+                expected.add(passes)
+        self._history = (*self._history, counted)[-HISTORIES[0] :]
+        if is_new:  # what comes for the first time may come again
+            self._expected[(counted,)] = Expected(passes)
+        return passes
+
+
 class Learned:
     """What is known of the steps of one model under one policy.
 
     Note: [kinds of passes]
         Batches have different lengths, and a generator's pass comes after a discriminator's. So passes are told apart
-        by what they begin with, the module that is called and the shapes and dtypes of what it is given, and each kind
-        has a script of its own. Where passes that begin alike differ, the script is of no use, and is written anew
-        after more and more equal ones.
+        by what they begin with, the module that is called and the shapes and dtypes of what it is given. Passes that
+        begin alike may still differ: weights are frozen in turn, or a penalty is added to every fourth loss. What such
+        a pass saves in all is known when it is over, and training is a loop, so what comes next is told from what came
+        after the same passes before, as processors foretell branches: of the courses of the latest 16, 8, 4, 2 and 1
+        passes of the kind, the longest one counts that was met and was nearly always right. Each variant has a script
+        of its own. A pass that was foretold wrongly goes on the long way from where it differs, and the script stays.
+        It is forgotten where a pass does not follow it and saves the same.
 
     Attributes:
         assigns_data: whether a step has assigned the ``.data`` of a tensor that autograd had saved. An idle Session
@@ -170,7 +279,7 @@ class Learned:
         step: the accounts of the last step that was not idle.
         peak_nbytes: the most bytes that such a step has held on the device.
         worth: whether what Sessions do is worth their time.
-        passes: what is known of the kind of forward passes of which the latest one is.
+        passes: what is known of passes like the latest one.
         runs_elsewhere: whether a module was called with grad mode on a thread that has no Session.
     """
 
@@ -178,10 +287,14 @@ class Learned:
         "__weakref__",
         "_chosen_of",
         "_equal_passes",
+        "_given_back",
+        "_kind",
         "_kinds",
         "_needed",
         "_quiet_steps",
+        "_runs",
         "_until_look",
+        "_written",
         "assigns_data",
         "counted",
         "forward_passes",
@@ -214,30 +327,80 @@ class Learned:
         self._until_look = LOOK_AGAIN
         self.worth = Worth()
         self._equal_passes = EQUAL_PASSES
-        self._kinds: dict[Hashable, Passes] = {}  # the latest one at the end
+        self._kinds: dict[Hashable, Kind] = {}  # the latest one at the end
+        self._runs = False  # the pass in progress runs a script
+        self._given_back: Counted | None = None  # what it had saved when it was given back
+        self._written: Passes | None = None  # it was written down
         self.passes = self.begin_pass(None)
 
     def begin_pass(self, kind: Hashable) -> Passes:
-        """A pass of that kind begins (Note: [kinds of passes]); returns what is known of them."""
-        known = self._kinds.pop(kind) if kind in self._kinds else Passes(self._equal_passes)
-        self.passes = self._kinds[kind] = known
+        """A pass of that kind begins (Note: [kinds of passes]); returns what is known of what it seems to be."""
+        if self._runs:
+            self._end_pass(self.passes.counted)
+        elif self._given_back is not None:
+            self._end_pass(self._given_back)
+        self._kind = self._kinds.pop(kind) if kind in self._kinds else Kind()
+        self._kinds[kind] = self._kind
         if len(self._kinds) > MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        return known
+        self.passes = self._kind.next_passes() or Passes((0, 0, 0), self._equal_passes)
+        return self.passes
 
-    def make_room(self) -> None:
-        """A pass was written down: the oldest scripts are forgotten where there are too many."""
+    def run_script(self) -> None:
+        """The pass in progress runs its script, to the end unless it is given back."""
+        self._runs = True
+
+    def give_back(self, counted: Counted) -> None:
+        """It goes on the long way: it is not what it seemed to be, or its script is of no use."""
+        self._runs, self._given_back = False, counted
+        self.passes.misses += 1
+
+    def drop_pass(self) -> None:
+        """Nothing is learned of it."""
+        self._runs, self._given_back, self._written = False, None, None
+
+    def end_pass(self, counted: Counted, is_ordinary: bool) -> None:
+        """A pass is over that went the long way, or was given back.
+
+        Args:
+            counted: what it has saved on the long way.
+            is_ordinary: whether it may be one that repeats itself.
+        """
+        before = self._given_back or (0, 0, 0)
+        self._end_pass((before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]))
+        self.passes.equal = self.passes.equal + 1 if is_ordinary else 0
+
+    def _end_pass(self, counted: Counted) -> None:
+        passes = self._kind.add(counted, self._equal_passes)
+        if self._given_back is not None and passes is self.passes:
+            passes.forget()
+        if self._written is not None:
+            passes.take(self._written)
+        self.passes = passes
+        self.drop_pass()
+
+    def write_down(self, written: Passes) -> None:
+        """The pass in progress was written down, or could not be.
+
+        What it is one of is known when it is over: something may be saved behind its end. Where there are too many
+        scripts, the oldest are forgotten.
+        """
+        self._written = written
+        if written.script is None:
+            return
         self._equal_passes = EQUAL_PASSES
-        written = [each for each in self._kinds.values() if each.script is not None]
-        for each in written[: len(written) + 1 - MOST_SCRIPTS]:
+        all_passes = (each for kind in self._kinds.values() for each in kind.variants.values())
+        with_script = [each for each in all_passes if each.script is not None]
+        for each in with_script[: len(with_script) + 1 - MOST_SCRIPTS]:
             each.script = each.read = each.step = None
             each.equal = each.since = 0
 
     def settle_soon(self) -> None:
         """The next pass is written down (replay/) without waiting for equal ones, whatever its kind is."""
         self._equal_passes = 0
-        for each in self._kinds.values():
-            each.needed = 0
+        for kind in self._kinds.values():
+            for each in kind.variants.values():
+                each.needed = 0
 
     @property
     def is_idle(self) -> bool:

@@ -85,6 +85,7 @@ class Save:
         may_claim_weight, may_claim_input: whether a linear layer may be given a claim for it.
         as_held, as_stored, as_bits: whether it is claimed where it is held, stored in a form, or read as mask bits.
         parameter: the address of a parameter's storage.
+        looks: what it adds to the sum in Forward.counted when it is saved, and when it is named.
         facts: about it; None where it is not looked at.
         read_as: the key by which the prefetcher is told that backward reads it; None where it is told of nothing.
         mask: what is read of its sign.
@@ -108,6 +109,7 @@ class Save:
     as_stored: ClaimWay = ClaimWay.NEVER
     as_bits: ClaimWay = ClaimWay.NEVER
     parameter: int = 0
+    looks: tuple[int, int] = (0, 0)
     facts: SavedTensor | None = None
     read_as: str | None = None
     mask: Mask | None = None
@@ -446,6 +448,11 @@ class Script:
     module_events: tuple[ModuleEvent, ...]
     fetching: Fetching = Fetching.NOTHING
     fetches: tuple[str, ...] = ()
+
+    def saved_by(self, saves: int, named: int) -> tuple[int, int, int]:
+        """What a pass has saved when it has saved and named that many tensors, as Forward.counted."""
+        looks = sum(save.looks[0] for save in self.saves[:saves]) + sum(save.looks[1] for save in self.saves[:named])
+        return saves, sum(save.spec.nbytes for save in self.saves[:saves]), looks
 
     def __str__(self) -> str:
         lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]

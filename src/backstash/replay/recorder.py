@@ -156,15 +156,17 @@ class RecordingForward(Forward):
         if is_traced() or in_backward():
             return super().pack(x)
         recorder = self._recorder
-        entry = recorder.begin_save(x)
+        entry, before = recorder.begin_save(x), self.counted[2]
         packed = super().pack(x)
         if self.recorder is recorder:  # else all that was saved before is gone, and another pass has begun
+            entry.save.looks = self.counted[2] - before, 0
             recorder.end_save(entry, packed, x)
         return packed
 
     def _take_of_node(self, node: Any, found: list[tuple[str, Saved]]) -> None:
+        before = self.counted[2]
         super()._take_of_node(node, found)
-        self._recorder.named(node, found)
+        self._recorder.named(node, found, self.counted[2] - before)
 
     def made(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, random_state: Tensor | None
@@ -284,8 +286,12 @@ class Recorder:
         else:
             self.refuse("a saved tensor was packed in another way")
 
-    def named(self, node: Any, found: list[tuple[str, Saved]]) -> None:
-        """A node was found that has saved tensors under these roles."""
+    def named(self, node: Any, found: list[tuple[str, Saved]], looks: int) -> None:
+        """A node was found that has saved tensors under these roles, which have added to the sum of their pass."""
+        number = self._by_saved.get(id(found[0][1]), -1) if found else -1
+        if number >= 0:
+            save = self.entries[number].save
+            save.looks = save.looks[0], save.looks[1] + looks
         if self._open is None:
             self.refuse("a node was found outside of any torch function")
             return

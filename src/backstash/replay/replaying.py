@@ -282,34 +282,19 @@ class Replaying:
             return
         session = self._session()
         assert session is not None
-        learned = self._learned
-        if session._stops_if_useless and session._names.learned.worth.is_open(step):
+        known, written = session._names.learned, Passes((0, 0, 0), 0)
+        if session._stops_if_useless and known.worth.is_open(step):
             recorder.refuse("it lowers little of what the pass saves, and may not be worth its time")
         if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
         try:
             script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
-            session._names.learned.make_room()
-            learned.script, learned.read = script, native.script(script)
-            learned.script.copied.clear()
-            learned.refusal = ""
-            learned.since = 0
-            learned.step, learned.revision = step, self._policy.revision
+            written.script, written.read = script, native.script(script)
+            script.copied.clear()
+            written.step, written.revision = step, self._policy.revision
         except RefusedError as refused:
-            learned.forget()
-            learned.refusal = str(refused)
-
-    def learn(self, learned: Passes, counted: tuple[int, int], is_ordinary: bool) -> None:
-        """A pass that went the long way is over.
-
-        Args:
-            learned: of the model.
-            counted: how many tensors it has saved, and their bytes.
-            is_ordinary: whether it may be one that repeats itself.
-        """
-        is_equal = is_ordinary and counted == learned.counted
-        learned.equal = learned.equal + 1 if is_equal else 0
-        learned.counted = counted
+            written.refusal = str(refused)
+        known.write_down(written)
 
     def begin_backward(self, others_nbytes: int) -> int:
         """A backward pass begins; returns the bytes that scripts hold."""
@@ -366,21 +351,24 @@ class Replaying:
         modules.wake()
         session = self._session()
         if session is not None:
+            saved, named = self._native.saves_at_end
             if is_broken or self._outermost is not None:
                 running = [] if self._outermost is None else modules.calls_in_progress(self._thread)
                 while running and id(running[0][0]) != self._outermost:
                     del running[0]
-                saves = self._running.saves[: self._native.named_saves]
+                saves = self._running.saves[:named]
                 facts = [None if save.place is None else save.place.facts for save in saves]
                 session._names.follow(self._running.module_events, facts, running, self._thread)
             elif self._policy.cycles is not None:
                 session._names.count_as(self._running.counts)
             if is_broken:
                 session._is_replayed = False
-                session.prepare(Step())
-                session._forward.step = Step()
-        if is_broken or self._exceeds:
-            self._learned.misses += 1
+                session._names.learned.give_back(self._running.saved_by(saved, named))
+                step = Step()
+                step.is_whole = session._forward.step.is_whole
+                session.prepare(step)
+                session._forward.step = step
+        if self._exceeds:
             self._learned.forget()
             self._exceeds = False
         if in_call:

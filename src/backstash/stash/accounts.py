@@ -186,7 +186,7 @@ class Step:
     def begin_again(self) -> None:
         """Another pass has the same accounts: nothing was proven in it yet, and all of it was seen before."""
         self.proven = self.repeated = self._taken = 0
-        self.recognised = self.named
+        self.recognised, self.is_whole = self.named, True
 
     @property
     def small_nbytes(self) -> int:

@@ -1,0 +1,216 @@
+"""Passes that begin alike and differ later settle where a loop goes through them again and again."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash import Session
+from backstash.capture.learned import MOST_VARIANTS, Counted, Kind, Passes
+from backstash.policies import get
+from tests.replay.twins import costly
+
+Loop = Callable[["Networks", int, Callable[[], AbstractContextManager[object]]], Tensor]
+
+
+class Networks(nn.Module):
+    """A generator and a critic with two heads of equal shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())
+        self.critic = nn.Sequential(nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(64, 64), nn.ReLU())
+        self.norm, self.heads = nn.BatchNorm1d(64), nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def judge(self, x: Tensor, head: int = 0) -> Tensor:
+        """Rows [64, 64] to a number."""
+        return F.softplus(self.heads[head](self.norm(self.critic(x)))).mean()
+
+
+def _begin_alike(critics: int) -> Loop:
+    def loop(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        z, real = torch.randn(64, 16), torch.randn(64, 64)
+        with within():
+            fake = networks.generator(z)
+            if step % (critics + 1) < critics:
+                return networks.judge(fake.detach()) - networks.judge(real)
+            return -networks.judge(fake)
+
+    return loop
+
+
+def _in_turn(change: Callable[[Networks, bool], object]) -> Loop:
+    def loop(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        change(networks, step % 2 == 0)
+        with within():
+            return networks.judge(torch.randn(64, 64))
+
+    return loop
+
+
+def _penalty(is_due: Callable[[int], bool]) -> Loop:
+    def loop(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        x = torch.randn(64, 64)
+        with within():
+            loss = networks.judge(x)
+            return loss + networks.critic(2 * x).square().mean() if is_due(step) else loss
+
+    return loop
+
+
+def _heads(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
+    with within():
+        return networks.judge(torch.randn(64, 64), step % 2)
+
+
+def _functions(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
+    with within():
+        function = (F.relu, F.silu, F.elu)[step % 3]
+        return networks.judge(function(networks.critic(torch.randn(64, 64))))
+
+
+LOOPS: dict[str, tuple[Loop, int]] = {
+    "critic and generator in turn": (_begin_alike(1), 45),
+    "five passes of the critic for one of the generator": (_begin_alike(5), 45),
+    "frozen in turn": (_in_turn(lambda networks, is_even: networks.critic.requires_grad_(is_even)), 45),
+    "evaluated in turn": (_in_turn(lambda networks, is_even: networks.train(is_even)), 45),
+    "a penalty every fourth time": (_penalty(lambda step: step % 4 == 0), 45),
+    "a penalty every tenth time": (_penalty(lambda step: step % 10 == 9), 45),
+    "a penalty at times": (_penalty(lambda step: random.Random(step).random() < 0.1), 30),
+    "heads in turn": (_heads, 45),
+    "functions in turn": (_functions, 45),
+    "frozen for good": (_in_turn(lambda networks, _: None), 48),
+}
+"""Loops, and how many of the last 50 of 150 passes run a script at least."""
+
+
+class _Entered:
+    """How a program enters a Session: once for each pass, or once for all; or each pass has a Session of its own."""
+
+    def __init__(self, way: str, policy: Callable[[], Any], networks: Networks) -> None:
+        self.way = way
+        self._policy, self._networks = policy(), networks
+        self.session = self._fresh()
+        self.whole = self.session if way == "once" else nullcontext()
+
+    def _fresh(self) -> Session:
+        return Session(self._policy, model=self._networks, min_nbytes=1024, stop_if_useless=False)
+
+    def __call__(self) -> AbstractContextManager[object]:
+        if self.way == "anew":
+            self.session = self._fresh()
+        return nullcontext() if self.way == "once" else self.session
+
+
+@pytest.mark.parametrize("policy", [lambda: get("lossless"), costly], ids=["lossless", "costly"])
+@pytest.mark.parametrize("way", ["each", "once", "anew"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_passes_that_begin_alike(name: str, way: str, policy: Callable[[], Any]) -> None:
+    loop, least = LOOPS[name]
+    torch.manual_seed(0)
+    plain = Networks()
+    other = copy.deepcopy(plain)
+    entered, settled = _Entered(way, policy, other), 0
+    with entered.whole:
+        for step in range(150):
+            found = []
+            for networks, within in ((plain, nullcontext), (other, entered)):
+                networks.zero_grad()
+                torch.manual_seed(step)
+                loss = loop(networks, step, within)
+                loss.backward()
+                gradients = [p.grad for p in networks.parameters() if p.grad is not None]
+                found.append([loss.detach(), *gradients, *networks.buffers()])
+                with torch.no_grad():
+                    for parameter in networks.parameters():
+                        if parameter.grad is not None:
+                            parameter -= 0.01 * parameter.grad
+            assert len(found[0]) == len(found[1])
+            assert all(x.equal(y) for x, y in zip(*found, strict=True)), step
+            settled += step >= 100 and entered.session._is_replayed
+    assert settled >= least
+
+
+def test_one_error_is_not_learned_from() -> None:
+    torch.manual_seed(0)
+    networks = Networks()
+    entered = _Entered("each", lambda: get("lossless"), networks)
+
+    def train(step: int) -> bool:
+        networks.zero_grad()
+        _heads(networks, step, entered).backward()
+        return entered.session._is_replayed
+
+    assert all([train(step) for step in range(40)][30:])
+    known = entered.session._names.learned
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), entered.session:
+            networks.critic(torch.randn(64, 64))
+            raise ZeroDivisionError
+    assert all(train(step) for step in range(40, 60))
+    assert all(len(kind.variants) <= 2 for kind in known._kinds.values())
+
+
+def _passes_of(kind: Kind, outcomes: list[int]) -> list[bool]:
+    """Whether each of some passes, told apart by a number, was foretold."""
+    foretold = []
+    for each in outcomes:
+        expected = kind.next_passes()
+        foretold.append(expected is not None and expected.counted[0] == each)
+        kind.add((each, 0, 0), 4)
+    return foretold
+
+
+@pytest.mark.parametrize(
+    "cycle", [[1], [1, 2], [1, 1, 2], [1, 1, 1, 1, 1, 2], [1, 2, 1, 3], [1] * 15 + [2], [1, 1, 2, 2]]
+)
+def test_cycles_are_foretold(cycle: list[int]) -> None:
+    foretold = _passes_of(Kind(), cycle * 20)
+    assert all(foretold[4 * 16 :])
+    assert sum(not each for each in foretold) <= 1 + 2 * len(cycle) * (len(cycle) > 1)
+
+
+def test_a_change_for_good_is_foretold_soon() -> None:
+    kind = Kind()
+    assert sum(not each for each in _passes_of(kind, [1] * 500)) == 1
+    assert sum(not each for each in _passes_of(kind, [2] * 500)) <= 2
+
+
+def test_what_is_mostly_the_same_is_foretold() -> None:
+    drawn = random.Random(0)
+    outcomes = [2 if drawn.random() < 0.1 else 1 for _ in range(400)]
+    foretold = _passes_of(Kind(), outcomes)
+    assert sum(foretold[50:]) >= 0.8 * 350
+
+
+def test_nothing_is_foretold_of_what_comes_in_no_order() -> None:
+    drawn = random.Random(0)
+    kind, wrong = Kind(), 0
+    for _ in range(2000):
+        expected, each = kind.next_passes(), drawn.randrange(2)
+        wrong += expected is not None and expected.counted[0] != each
+        kind.add((each, 0, 0), 4)
+    assert wrong < 800, wrong
+
+
+def test_little_is_remembered() -> None:
+    drawn, kind = random.Random(0), Kind()
+    for _ in range(3000):
+        kind.add((drawn.randrange(10_000), 0, 0), 4)
+        assert len(kind.variants) <= MOST_VARIANTS
+    assert len(kind._expected) < 1000
+    first: Counted = (1, 0, 0)
+    known: Passes = kind.add(first, 4)
+    for number in range(MOST_VARIANTS):
+        assert known in kind.variants.values()
+        kind.add((20_000 + number, 0, 0), 4)
+    assert known not in kind.variants.values()
+    assert all(expected.passes is not known for expected in kind._expected.values())
