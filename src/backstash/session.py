@@ -512,7 +512,7 @@ class Session:
         passes = self._names.learned.begin_pass(kind)
         self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes)
         if self._is_replayed:
-            self._names.learned.run_script()
+            self._names.learned.runs = True
             self._forward.step = passes.step
             return
         self.prepare(Step())

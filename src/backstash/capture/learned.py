@@ -280,6 +280,7 @@ class Learned:
         peak_nbytes: the most bytes that such a step has held on the device.
         worth: whether what Sessions do is worth their time.
         passes: what is known of passes like the latest one.
+        runs: whether the latest pass runs its script, to the end unless it is given back.
         runs_elsewhere: whether a module was called with grad mode on a thread that has no Session.
     """
 
@@ -292,7 +293,6 @@ class Learned:
         "_kinds",
         "_needed",
         "_quiet_steps",
-        "_runs",
         "_until_look",
         "_written",
         "assigns_data",
@@ -304,6 +304,7 @@ class Learned:
         "noting",
         "passes",
         "peak_nbytes",
+        "runs",
         "runs_elsewhere",
         "saves_little",
         "step",
@@ -328,14 +329,18 @@ class Learned:
         self.worth = Worth()
         self._equal_passes = EQUAL_PASSES
         self._kinds: dict[Hashable, Kind] = {}  # the latest one at the end
-        self._runs = False  # the pass in progress runs a script
+        self._kind = Kind()  # of the latest pass
+        self.runs = False
         self._given_back: Counted | None = None  # what it had saved when it was given back
         self._written: Passes | None = None  # it was written down
         self.passes = self.begin_pass(None)
 
     def begin_pass(self, kind: Hashable) -> Passes:
         """A pass of that kind begins (Note: [kinds of passes]); returns what is known of what it seems to be."""
-        if self._runs:
+        if self.runs:
+            if self._kinds.get(kind) is self._kind and len(self._kind.variants) == 1:
+                self.runs = False
+                return self.passes  # there is nothing to learn
             self._end_pass(self.passes.counted)
         elif self._given_back is not None:
             self._end_pass(self._given_back)
@@ -346,18 +351,14 @@ class Learned:
         self.passes = self._kind.next_passes() or Passes((0, 0, 0), self._equal_passes)
         return self.passes
 
-    def run_script(self) -> None:
-        """The pass in progress runs its script, to the end unless it is given back."""
-        self._runs = True
-
     def give_back(self, counted: Counted) -> None:
         """It goes on the long way: it is not what it seemed to be, or its script is of no use."""
-        self._runs, self._given_back = False, counted
+        self.runs, self._given_back = False, counted
         self.passes.misses += 1
 
     def drop_pass(self) -> None:
         """Nothing is learned of it."""
-        self._runs, self._given_back, self._written = False, None, None
+        self.runs, self._given_back, self._written = False, None, None
 
     def end_pass(self, counted: Counted, is_ordinary: bool) -> None:
         """A pass is over that went the long way, or was given back.
@@ -367,8 +368,10 @@ class Learned:
             is_ordinary: whether it may be one that repeats itself.
         """
         before = self._given_back or (0, 0, 0)
-        self._end_pass((before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]))
-        self.passes.equal = self.passes.equal + 1 if is_ordinary else 0
+        counted = before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]
+        is_like_others = is_ordinary and counted in self._kind.variants
+        self._end_pass(counted)
+        self.passes.equal = self.passes.equal + 1 if is_like_others else 0
 
     def _end_pass(self, counted: Counted) -> None:
         passes = self._kind.add(counted, self._equal_passes)
