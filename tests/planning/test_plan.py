@@ -402,3 +402,57 @@ def test_the_smallest_budget_is_one_that_was_reached(off: int) -> None:
     assert refused.value.plan.peak_nbytes == smallest
     assert planner.plan(smallest).peak_nbytes <= smallest
     assert Planner(rehearsing(network(), off)).plan(smallest).peak_nbytes <= smallest
+
+
+def shapes(share: float) -> StepProfile:
+    """A step that takes that share of the plain one where all is kept, as tensors read for their shape are let go."""
+    values = tuple(block(number) for number in range(5))
+    return replace(network(), values=values, plain_peak_nbytes=int(55 * MIB / share))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_to_keep_all_but_what_is_read_for_its_shape_is_a_plan(is_there: bool) -> None:
+    profile = rehearsing(shapes(0.9), 0) if is_there else shapes(0.9)
+    planner = Planner(profile)
+    found = planner.plan("95%")
+    assert not found.is_empty and found.recomputes and all(each.kind == "keep" for each in found.decisions)
+    assert 55 * MIB <= found.peak_nbytes <= 56 * MIB
+    assert "the shape of alone is let go" in str(found) and "nothing is done" not in str(found)
+    assert Plan.from_json(found.to_json()) == found and not Plan.from_json(found.to_json()).is_empty
+    with pytest.raises(BudgetError) as refused:
+        Planner(profile).plan("80%")
+    assert 55 * MIB <= refused.value.smallest_nbytes <= 56 * MIB
+    empty = planner.plan(profile.plain_peak_nbytes)
+    assert empty.is_empty and not empty.recomputes and "nothing is done" in str(empty)
+
+
+def test_to_let_go_of_little_is_no_plan() -> None:
+    profile = shapes(0.999)
+    with pytest.raises(BudgetError) as refused:
+        Planner(profile).plan(profile.plain_peak_nbytes - 1)
+    assert refused.value.smallest_nbytes == profile.plain_peak_nbytes
+
+
+def test_the_smallest_budget_does_not_depend_on_what_was_asked_for() -> None:
+    """What lossless does may reach less than the model says, and less than all that the search has found."""
+
+    def rehearsed() -> Planner:
+        profile = network()
+        planner = Planner(profile, ("lossless", "recompute"))
+        usual = planner._usual
+        assert usual is not None and usual not in planner.solutions
+
+        def rehearse(tried: Any) -> tuple[int, ...]:
+            names = {decision.key: decision.choice for decision in tried.decisions}
+            choices = [[c.name for c in value.choices].index(names[value.key]) for value in profile.values]
+            return (MIB if tuple(choices) == usual.choices else evaluate(profile, choices).peak_nbytes,)
+
+        object.__setattr__(profile, "rehearse", rehearse)
+        return Planner(profile, ("lossless", "recompute"))
+
+    named = set()
+    for budget in (1, MIB // 2, 3 * MIB // 4):
+        with pytest.raises(BudgetError) as refused:
+            rehearsed().plan(budget)
+        named.add(refused.value.smallest_nbytes)
+    assert len(named) == 1 and named.pop() <= MIB + (64 << 10)

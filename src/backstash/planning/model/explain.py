@@ -87,6 +87,8 @@ def plan_summary(plan: Explained) -> str:
         f"budget {size(plan.budget)}: predicted peak {size(plan.peak_nbytes)} (plain {size(plan.plain_peak_nbytes)}), "
         f"step {milliseconds(plan.seconds)}{share}; {ways}"
     )
+    if set(counts) == {"keep"} and not plan.is_empty:
+        text += "; what backward reads the shape of alone is let go"
     if plan.error:
         text += f"; gradients off by {plan.error:.2%} of their length (limit {plan.error_limit:.2%})"
     if plan.reordered:

@@ -143,8 +143,13 @@ class Plan(Policy):
 
     @cached_property
     def is_empty(self) -> bool:
-        """Whether everything is kept, because the plain step fits. A Session with such a plan has nothing to do."""
-        return all(decision.kind == "keep" for decision in self.decisions)
+        """Whether everything is kept, because the plain step fits. A Session with such a plan has nothing to do.
+
+        A plan that keeps all values may still let go of tensors of which backward reads the shape alone, so that its
+        step takes less than the plain one.
+        """
+        keeps_all = all(decision.kind == "keep" for decision in self.decisions)
+        return keeps_all and self.peak_nbytes >= self.plain_peak_nbytes
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here

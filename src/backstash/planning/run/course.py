@@ -30,8 +30,10 @@ Note: [freed unseen]
     hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
     again. Which thread is the last one differs from step to step. And a step that follows an interrupted one may free
     what that has left behind, and so take less than others do. So a budget is refused only if several steps say so, and
-    a share is one of the latest of them. One step is enough where no process group is there and the least that a plan
-    could take is more than FAR budgets.
+    a share is one of the latest of them. The recorded step and the plain one behind it are enough where no process
+    group is there and the least that a plan could take is more than FAR budgets. These two should take about as much.
+    Where one of them takes UNLIKE times as much as the other, the program took memory in it that it keeps, as a cache
+    that is filled once, or an earlier pass was never differentiated, and both are recorded anew.
 """
 
 from __future__ import annotations
@@ -109,9 +111,9 @@ WORTH = 0.005
 MOST_PLANS = 5
 """How many plans are tried until one keeps the budget."""
 
-MOST_SURVEYED, FAR = 3, 2
-"""How many steps are surveyed until a budget is refused, and how many budgets the least is above which one is enough
-(Note: [freed unseen])."""
+MOST_SURVEYED, FAR, UNLIKE = 3, 2, 1.5
+"""How many steps are surveyed until a budget is refused, how many budgets the least is above which one is enough, and
+how many times as much as the plain step behind it such a step may take, or as little (Note: [freed unseen])."""
 
 MOST_RECORDED = 24
 """How many steps of other kinds are recorded at most until one comes of the kind that is asked for."""
@@ -283,6 +285,8 @@ class Course:
         self._has_recorded = False  # a step, which is yet to be read
         self._bucket = bucket
         self._plain_of: Bucket | None = None  # the kind of the plain step that was recorded behind the other one
+        self._is_usual = False  # these two take about as much
+        self._unusual = 0  # pairs of steps that do not
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._estimate = 0.0  # seconds of a plain step, by what was recorded
         self._plain: list[tuple[Bucket, float]] = []  # kinds of plain steps, and their times
@@ -501,7 +505,15 @@ class Course:
         bucket = self._bucket
         line = yield from self._read(lines[0])
         # Else about that: under a Session that keeps everything some readers write over what they read.
-        plain = line.plain if line.plain is not None and self._plain_of is bucket else line
+        is_followed = line.plain is not None and self._plain_of is bucket
+        plain = line.plain if is_followed and line.plain is not None else line
+        least, most = sorted((line.peak_nbytes, plain.peak_nbytes))
+        self._is_usual = is_followed and most <= UNLIKE * least
+        if is_followed and not self._is_usual and self._unusual < MOST_SURVEYED - 1:
+            self._unusual += 1
+            bucket.surveys -= 1  # the next one takes the place of this one
+            yield from self._survey()
+            return
         recorded = sum(position.seconds for position in line.positions)
         if is_first:
             self._estimate = recorded
@@ -692,7 +704,7 @@ class Course:
             budget = owner.nbytes_of(planner.profile.plain_peak_nbytes)
             nbytes = max(1, budget - bucket.margin) if len(tried) < MOST_PLANS else 1
             is_open = is_first and bucket.plan is None and surveyed < MOST_SURVEYED
-            may_survey = is_open and not _is_far(planner.floor_nbytes, nbytes)
+            may_survey = is_open and not (self._is_usual and _is_far(planner.floor_nbytes, nbytes))
             if may_survey and planner.floor_nbytes > nbytes:  # whatever a search would find
                 surveyed += 1
                 yield from self._survey_again(f"{size(planner.floor_nbytes)} are there whatever is done with values")
@@ -713,7 +725,7 @@ class Course:
                     if bucket.plan is not None and bucket.plan.peak_nbytes <= plan.peak_nbytes:
                         break
                 else:
-                    if may_survey and not _is_far(error.smallest_nbytes, nbytes):
+                    if may_survey and not (self._is_usual and _is_far(error.smallest_nbytes, nbytes)):
                         surveyed += 1
                         yield from self._survey_again(str(error))
                         continue

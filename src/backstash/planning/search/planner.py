@@ -61,6 +61,10 @@ REHEARSALS = 4
 WORTH = 0.005
 """By what share of a plain step another solution must be faster to be tried when one that keeps the budget is known."""
 
+WORTH_NBYTES = 0.005
+"""By what share of the plain step's peak one must be lower that keeps all values, and only lets go of tensors of which
+backward reads the shape alone."""
+
 CHUNKS = 16
 """Logits of a loss in chunks take at most this part of a budget at a time, one in so many."""
 
@@ -166,7 +170,9 @@ class Planner:
 
     def _below_plain(self, found: Sequence[Solution]) -> tuple[Solution, ...]:
         last = self._everything
-        return (*(each for each in found if any(each.choices) and each.peak_nbytes < last.peak_nbytes), last)
+        shapes_nbytes = int((1 - WORTH_NBYTES) * last.peak_nbytes)
+        lower = (each for each in found if each.peak_nbytes < last.peak_nbytes)
+        return (*(each for each in lower if any(each.choices) or each.peak_nbytes <= shapes_nbytes), last)
 
     def has_found(self, nbytes: int) -> bool:
         """Whether a solution within so many bytes is known already."""
@@ -323,7 +329,7 @@ class Planner:
             self.error_limit,
             max(found.error, self._measured.get(found, 0.0)),
             tuple(decisions),
-            self._timings.frontier(found, seconds, (known or self.solutions) if any(found.choices) else (found,)),
+            self._timings.frontier(found, seconds, (found,) if found == self._everything else known or self.solutions),
             self.profile.fingerprint(),
             self.profile.device,
             self.profile.others,
@@ -385,7 +391,9 @@ class Planner:
         """The solution with the least peak: the least that was seen, where plans can be tried in a step."""
         if self.profile.rehearse is None:
             return self.solutions[0]
-        seen = min((*self.solutions[:-1][:REHEARSALS], *self._rehearsed), key=self._reached, default=self._everything)
+        usual = () if self._usual is None else (self._usual,)
+        tried = *self.solutions[:-1][:REHEARSALS], *usual, *self._rehearsed
+        seen = min(tried, key=self._reached, default=self._everything)
         return seen if self._rehearsed.get(seen, 0) < self._everything.peak_nbytes else self._everything
 
     def _predicted(self, found: Solution, budget: int | None = None) -> int:

@@ -1,0 +1,125 @@
+"""One step that takes what no other does decides about no budget, whichever of the first steps it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backstash as bs
+from backstash.planning.run.budgeted import Budgeted
+from backstash.planning.run.within import Within
+from tests.planning.test_budgeted import assert_nothing_is_left
+
+MORE = 1 << 21
+"""Elements of what the program takes once, far more than a step."""
+
+STEPS, EARLY = 90, 12
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 8))
+
+
+def found_with(budget: str | int, happens: str, at: int) -> Within:
+    """What a budget has found for a loop in one step of which something happens that does not come again."""
+    model, kept = network(), list[Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    session = Budgeted(budget, min_nbytes=1024)
+    session.is_hurried = True
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with session:
+            out = model(torch.randn(128, 16))
+            if step == at and happens == "a cache is filled in forward":
+                kept.append(torch.zeros(MORE))
+            loss = F.cross_entropy(out, torch.randint(8, (128,)))
+        if step == at and happens == "a pass is not differentiated":
+            kept.append(loss)
+            continue
+        if step == at and happens == "something is logged":
+            kept.append(torch.zeros(MORE))
+        loss.backward()
+        optimizer.step()
+    found = session.found
+    session.close()
+    assert_nothing_is_left()
+    return found
+
+
+@pytest.fixture(scope="module")
+def usual() -> Within:
+    return found_with("60%", "nothing", -1)
+
+
+@pytest.mark.filterwarnings("ignore:the plan .* was asked for")  # of the values of two forward passes, if one runs
+@pytest.mark.parametrize("at", range(EARLY))
+@pytest.mark.parametrize("budget", [lambda usual: "60%", lambda usual: usual.budget_nbytes], ids=["share", "bytes"])
+@pytest.mark.parametrize(
+    "happens", ["a cache is filled in forward", "something is logged", "a pass is not differentiated"]
+)
+def test_one_step_decides_about_no_budget(
+    happens: str, budget: Callable[[Within], str | int], at: int, usual: Within
+) -> None:
+    found = found_with(budget(usual), happens, at)
+    assert found.plan is not None and not found.trouble
+    assert 0 < found.reached_nbytes <= found.budget_nbytes <= 1.1 * usual.budget_nbytes
+    assert found.plain_nbytes == pytest.approx(usual.plain_nbytes, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:training within")
+def test_steps_that_always_differ_have_a_plan() -> None:
+    """Where a step takes twice what the one behind it takes, and so on, no two agree, and some are taken."""
+    model = network()
+    held: list[Tensor] = []
+    session = Budgeted("90%", min_nbytes=1024)
+    session.is_hurried = True
+    for step in range(STEPS):
+        with session:
+            loss = model(torch.randn(128, 16)).square().mean()
+        held.append(torch.zeros(MORE if step % 2 else 1))
+        loss.backward()
+        held.clear()
+        model.zero_grad()
+    assert session.found.plan is not None, session.found
+    session.close()
+    assert_nothing_is_left()
+
+
+def test_a_budget_error_names_a_budget_that_is_kept() -> None:
+    """Where all that lowers the peak is to let go of a shape, and whatever budget was asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 16, 3, padding=1), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 1), nn.AdaptiveAvgPool2d(1)
+    )
+    x = torch.randn(8, 4, 16, 16)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    step()
+    profile = bs.profile(step, model, min_nbytes=1024, allow=("lossless",))
+    plain = profile.plain_peak_nbytes
+    named = set()
+    for budget in (plain // 8, plain // 2, 3 * plain // 4):
+        with pytest.raises(bs.errors.BudgetError) as refused:
+            bs.plan(profile, budget, allow=("lossless",))
+        named.add(refused.value.smallest_nbytes)
+    (smallest,) = named
+    assert smallest < plain
+    plan = bs.plan(profile, smallest, allow=("lossless",))
+    assert not plan.is_empty
+    session = bs.Session(plan, model=model, min_nbytes=1024)
+
+    def planned() -> None:
+        with session:
+            loss = model(x).square().mean()
+        loss.backward()
+
+    assert bs.measure(planned).peak_nbytes <= smallest
+    assert bs.plan(profile, plain, allow=("lossless",)).is_empty
