@@ -139,6 +139,20 @@ def test_passes_that_begin_alike(name: str, way: str, policy: Callable[[], Any])
     assert settled >= least
 
 
+def test_weights_in_new_memory_are_no_other_passes() -> None:
+    torch.manual_seed(0)
+    networks = Networks()
+    entered, settled = _Entered("each", lambda: get("lossless"), networks), 0
+    for step in range(50):
+        networks.zero_grad()
+        _heads(networks, step, entered).backward()
+        settled += step >= 30 and entered.session._is_replayed
+        for parameter in networks.parameters():
+            if parameter.grad is not None:
+                parameter.data = parameter.data - 0.01 * parameter.grad
+    assert settled == 20
+
+
 def test_one_error_is_not_learned_from() -> None:
     torch.manual_seed(0)
     networks = Networks()

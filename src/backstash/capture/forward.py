@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.capture.names import Names
@@ -70,7 +70,7 @@ class Forward:
         remakes_anything: whether that is noted of costly functions too.
         parameters: tells which storages are parameters and buffers.
         step: the accounts of the step in progress.
-        counted: how many tensors were saved in this step, their bytes, and a sum that tells what they are from others.
+        counted: how many tensors were saved in this step, their bytes, and a sum that tells by which nodes.
         is_idle: whether the Session has nothing to do.
         recorder: writes the pass in progress down; None for nobody.
         replaying: watches torch functions in passes that are known; None for nobody.
@@ -272,8 +272,6 @@ class Forward:
                 storage = inner.untyped_storage()
                 nbytes = storage.nbytes()
                 counted[1] += x.nbytes
-                if type(x) is nn.Parameter:
-                    counted[2] += hash((storage._cdata,))
                 if self.parameters.include(x, storage):
                     self.step.parameters[storage._cdata] = nbytes
                     return HeldParameter.of(x, inner)

@@ -77,7 +77,7 @@ apart."""
 
 
 Counted = tuple[int, int, int]
-"""What a pass has saved: how many tensors, their bytes, and a sum that tells what they are, as Forward.counted."""
+"""What a pass has saved: how many tensors, their bytes, and a sum that tells by which nodes, as Forward.counted."""
 
 
 class Limit:

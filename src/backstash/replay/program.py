@@ -85,7 +85,7 @@ class Save:
         may_claim_weight, may_claim_input: whether a linear layer may be given a claim for it.
         as_held, as_stored, as_bits: whether it is claimed where it is held, stored in a form, or read as mask bits.
         parameter: the address of a parameter's storage.
-        looks: what it adds to the sum in Forward.counted when it is saved, and when it is named.
+        looks: what the node that saves it adds to the sum in Forward.counted.
         facts: about it; None where it is not looked at.
         read_as: the key by which the prefetcher is told that backward reads it; None where it is told of nothing.
         mask: what is read of its sign.
@@ -109,7 +109,7 @@ class Save:
     as_stored: ClaimWay = ClaimWay.NEVER
     as_bits: ClaimWay = ClaimWay.NEVER
     parameter: int = 0
-    looks: tuple[int, int] = (0, 0)
+    looks: int = 0
     facts: SavedTensor | None = None
     read_as: str | None = None
     mask: Mask | None = None
@@ -451,8 +451,8 @@ class Script:
 
     def saved_by(self, saves: int, named: int) -> tuple[int, int, int]:
         """What a pass has saved when it has saved and named that many tensors, as Forward.counted."""
-        looks = sum(save.looks[0] for save in self.saves[:saves]) + sum(save.looks[1] for save in self.saves[:named])
-        return saves, sum(save.spec.nbytes for save in self.saves[:saves]), looks
+        nbytes = sum(save.spec.nbytes for save in self.saves[:saves])
+        return saves, nbytes, sum(save.looks for save in self.saves[:named])
 
     def __str__(self) -> str:
         lines = [f"{len(self.saves)} saves, {len(self.calls)} calls, {len(self.values)} values"]

@@ -156,10 +156,9 @@ class RecordingForward(Forward):
         if is_traced() or in_backward():
             return super().pack(x)
         recorder = self._recorder
-        entry, before = recorder.begin_save(x), self.counted[2]
+        entry = recorder.begin_save(x)
         packed = super().pack(x)
         if self.recorder is recorder:  # else all that was saved before is gone, and another pass has begun
-            entry.save.looks = self.counted[2] - before, 0
             recorder.end_save(entry, packed, x)
         return packed
 
@@ -290,8 +289,7 @@ class Recorder:
         """A node was found that has saved tensors under these roles, which have added to the sum of their pass."""
         number = self._by_saved.get(id(found[0][1]), -1) if found else -1
         if number >= 0:
-            save = self.entries[number].save
-            save.looks = save.looks[0], save.looks[1] + looks
+            self.entries[number].save.looks += looks
         if self._open is None:
             self.refuse("a node was found outside of any torch function")
             return
