@@ -220,7 +220,7 @@ def test_little_is_remembered() -> None:
     for _ in range(3000):
         kind.add((drawn.randrange(10_000), 0, 0), 4)
         assert len(kind.variants) <= MOST_VARIANTS
-    assert len(kind._expected) < 1000
+    assert len(kind._expected) < 300
     first: Counted = (1, 0, 0)
     known: Passes = kind.add(first, 4)
     for number in range(MOST_VARIANTS):

@@ -71,7 +71,7 @@ forgotten first."""
 HISTORIES = (16, 8, 4, 2, 1)
 """How many passes of a kind are looked back at to tell what the next one saves, the longest first."""
 
-MOST_EXPECTED, MOST_VARIANTS = 512, 16
+MOST_EXPECTED, MOST_VARIANTS = 256, 16
 """For how many courses of passes of a kind it is kept what came after them, and how many passes that differ are told
 apart."""
 
@@ -120,6 +120,7 @@ class Passes:
     Attributes:
         script, read: the script, and the same as the interpreter has read it; None where none was written.
         equal: how many there were since a script was of no use, if all did nothing out of the ordinary.
+        is_stale: whether what the script says of a value is no longer so.
         refusal: why the latest one could not be written down.
         since: how many passes have run the script since one went the long way.
         runs, misses: how many passes have begun with a script, and how many of these were given back.
@@ -130,6 +131,7 @@ class Passes:
     __slots__ = (
         "counted",
         "equal",
+        "is_stale",
         "misses",
         "needed",
         "read",
@@ -146,7 +148,7 @@ class Passes:
         self.read: Any = None
         self.counted = counted
         self.equal, self.needed, self.since, self.misses, self.runs = 0, needed, 0, 0, 0
-        self.refusal = ""
+        self.refusal, self.is_stale = "", False
         self.step: Any = None
         self.revision: object | None = None
 
@@ -157,12 +159,12 @@ class Passes:
             self.forget()
             return
         self.script, self.read, self.step = written.script, written.read, written.step
-        self.since, self.revision = 0, written.revision
+        self.since, self.revision, self.is_stale = 0, written.revision, False
 
     def forget(self) -> None:
         """The passes differ: it takes twice as many equal ones until the next is written down."""
         self.script = self.read = None
-        self.equal, self.since = 0, 0
+        self.equal, self.since, self.is_stale = 0, 0, False
         self.needed = min(max(EQUAL_PASSES, 2 * self.needed), MOST_EQUAL_PASSES)
 
 

@@ -129,7 +129,6 @@ class Replaying:
         self._recorder: Recorder | None = None
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
-        self._is_stale = False  # what the script says of a value is no longer so
         self._exceeds = False  # what a plan makes again was kept in the pass that runs the script
         self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
         self._outermost: int | None = None  # the id of the module, in whose call a known pass is
@@ -209,7 +208,7 @@ class Replaying:
         self._learned, self._is_over = learned, False
         if learned.read is not None:
             is_same = learned.revision is self._policy.revision
-            if learned.since < PERIOD and not self._is_stale and is_same:
+            if learned.since < PERIOD and not learned.is_stale and is_same:
                 learned.since += 1
                 learned.runs += 1
                 learned.step.begin_again()
@@ -220,8 +219,7 @@ class Replaying:
                 replace_dispatch_to_modes(native.handle_torch_function)
                 return True
             _count_uses(learned)
-            self._is_stale = False
-            learned.since, learned.script, learned.read = 0, None, None
+            learned.since, learned.script, learned.read, learned.is_stale = 0, None, None, False
             learned.equal = learned.needed
         return False
 
@@ -412,7 +410,7 @@ class Replaying:
             forward._pending.decide_if_orphaned(value)
             program = script.values[number].program
             if value.state.form is not None and program is ValueFate.HOLD:
-                self._is_stale = True  # a codec takes it now
+                self._learned.is_stale = True  # a codec takes it now
             elif value.is_dense and program is ValueFate.REMAKE and self._policy.cycles is not None:
                 self._exceeds = True
 
