@@ -88,7 +88,10 @@ bool is_like(const Run& run, const Save& save, PyObject* object, const at::Tenso
     if (!is_ordinary(x)) return false;
     if ((save.call >= 0) != run.in_call) return false;
     const auto in_storage = static_cast<int64_t>(x.storage().nbytes());
-    if (save.kind == Kind::parameter) return storage_of(x) == save.parameter || is_parameter(object, x);
+    if (save.kind == Kind::parameter) {
+        if (storage_of(x) == save.parameter || is_parameter(object, x)) return true;
+        return x.requires_grad() && save.layout.fits(x) && !run.pending.contains(storage_of(x));  // weights of this pass alone
+    }
     if (is_parameter(object, x)) return false;
     if (save.kind == Kind::small) return in_storage < run.script->min_nbytes;
     if (in_storage != save.storage_nbytes || !save.layout.fits(x) || is_pinned(x) != save.is_pinned) return false;

@@ -504,6 +504,8 @@ class Session:
     def _begin_pass(self, called: nn.Module | None) -> None:
         """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
         replaying = self._replaying if self._may_be_known() else None
+        if self._replaying is not None:
+            self._replaying.abandon()  # what is left of an earlier one
         kind = (
             (id(called), modules.signature_of(inputs_of_call(called)))
             if called is not None and replaying is not None

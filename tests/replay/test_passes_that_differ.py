@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash import Session
-from backstash.capture.learned import MOST_VARIANTS, Counted, Kind, Passes
+from backstash.capture.learned import MOST_LOST, MOST_VARIANTS, Counted, Kind, Passes
 from backstash.policies import get
 from tests.replay.twins import costly
 
@@ -151,6 +151,63 @@ def test_weights_in_new_memory_are_no_other_passes() -> None:
             if parameter.grad is not None:
                 parameter.data = parameter.data - 0.01 * parameter.grad
     assert settled == 20
+
+
+@pytest.mark.parametrize("is_due", [lambda step: step % 7 == 0, lambda step: random.Random(step).random() < 0.1])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_pass_that_is_dropped_costs_no_script(is_due: Callable[[int], bool], is_whole: bool) -> None:
+    """As an evaluation without no_grad is, or one that ends early, in the same Session as the step."""
+    torch.manual_seed(0)
+    networks = Networks()
+    entered, settled = _Entered("each", lambda: get("lossless"), networks), 0
+    for step in range(150):
+        networks.zero_grad()
+        with entered():
+            if is_due(step):
+                (networks.critic if is_whole else networks.critic[:2])(torch.randn(64, 64))
+            loss = networks.critic(torch.randn(64, 64)).square().mean()
+        loss.backward()
+        settled += step >= 100 and entered.session._is_replayed
+    assert settled >= 48
+    kinds = [kind for kind in entered.session._names.learned._kinds.values() if kind.variants]
+    assert all(each.needed <= 8 for kind in kinds for each in kind.variants.values())
+
+
+@pytest.mark.parametrize("policy", [lambda: get("lossless"), costly], ids=["lossless", "costly"])
+@pytest.mark.parametrize("make", [lambda p: p.detach().clone().requires_grad_(), lambda p: 1.0 * p])
+def test_weights_of_one_pass_alone(make: Callable[[Tensor], Tensor], policy: Callable[[], Any]) -> None:
+    """As those of an inner loop are that learns fast."""
+    torch.manual_seed(0)
+    networks = Networks()
+    entered, settled = _Entered("each", policy, networks), 0
+    for step in range(60):
+        found = []
+        for within in (nullcontext, entered):
+            torch.manual_seed(step)
+            weights = {name: make(p) for name, p in networks.critic.named_parameters()}
+            with within():
+                out = torch.func.functional_call(networks.critic, weights, (torch.randn(64, 64),))
+                loss = F.softplus(out).mean()
+            found.append([loss.detach(), *torch.autograd.grad(loss, list(weights.values()))])
+        assert all(x.equal(y) for x, y in zip(*found, strict=True)), step
+        settled += step >= 40 and entered.session._is_replayed
+    assert settled >= 19
+
+
+def test_a_script_that_no_pass_follows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    networks = Networks()
+    entered = _Entered("each", lambda: get("lossless"), networks)
+    for step in range(20):
+        _heads(networks, 2 * step, entered).backward()
+    assert entered.session._is_replayed
+    known, replays = entered.session._names.learned.passes, []
+    monkeypatch.setattr(Kind, "next_passes", lambda kind: known)  # whatever comes
+    for _ in range(12):
+        _functions(networks, 1, entered).backward()
+        replays.append(known.script is not None)
+    assert replays == [True] * (MOST_LOST - 1) + [False] * (13 - MOST_LOST)
+    assert known.misses == MOST_LOST and known.needed == 8
 
 
 def test_one_error_is_not_learned_from() -> None:

@@ -71,9 +71,9 @@ forgotten first."""
 HISTORIES = (16, 8, 4, 2, 1)
 """How many passes of a kind are looked back at to tell what the next one saves, the longest first."""
 
-MOST_EXPECTED, MOST_VARIANTS = 256, 16
-"""For how many courses of passes of a kind it is kept what came after them, and how many passes that differ are told
-apart."""
+MOST_EXPECTED, MOST_VARIANTS, MOST_LOST = 256, 16, 8
+"""For how many courses of passes of a kind it is kept what came after them, how many passes that differ are told apart,
+and after how many passes in a row that were given back a script is forgotten."""
 
 
 Counted = tuple[int, int, int]
@@ -120,6 +120,7 @@ class Passes:
     Attributes:
         script, read: the script, and the same as the interpreter has read it; None where none was written.
         equal: how many there were since a script was of no use, if all did nothing out of the ordinary.
+        lost: how many passes in a row were given back.
         is_stale: whether what the script says of a value is no longer so.
         refusal: why the latest one could not be written down.
         since: how many passes have run the script since one went the long way.
@@ -132,6 +133,7 @@ class Passes:
         "counted",
         "equal",
         "is_stale",
+        "lost",
         "misses",
         "needed",
         "read",
@@ -148,7 +150,7 @@ class Passes:
         self.read: Any = None
         self.counted = counted
         self.equal, self.needed, self.since, self.misses, self.runs = 0, needed, 0, 0, 0
-        self.refusal, self.is_stale = "", False
+        self.refusal, self.is_stale, self.lost = "", False, 0
         self.step: Any = None
         self.revision: object | None = None
 
@@ -164,7 +166,7 @@ class Passes:
     def forget(self) -> None:
         """The passes differ: it takes twice as many equal ones until the next is written down."""
         self.script = self.read = None
-        self.equal, self.since, self.is_stale = 0, 0, False
+        self.equal, self.since, self.is_stale, self.lost = 0, 0, False, 0
         self.needed = min(max(EQUAL_PASSES, 2 * self.needed), MOST_EQUAL_PASSES)
 
 
@@ -266,7 +268,7 @@ class Learned:
         after the same passes before, as processors foretell branches: of the courses of the latest 16, 8, 4, 2 and 1
         passes of the kind, the longest one counts that was met and was nearly always right. Each variant has a script
         of its own. A pass that was foretold wrongly goes on the long way from where it differs, and the script stays.
-        It is forgotten where a pass does not follow it and saves the same.
+        It is forgotten where a pass does not follow it and saves the same, or none has followed it for long.
 
     Attributes:
         assigns_data: whether a step has assigned the ``.data`` of a tensor that autograd had saved. An idle Session
@@ -376,9 +378,13 @@ class Learned:
         self.passes.equal = self.passes.equal + 1 if is_like_others else 0
 
     def _end_pass(self, counted: Counted) -> None:
-        passes = self._kind.add(counted, self._equal_passes)
-        if self._given_back is not None and passes is self.passes:
-            passes.forget()
+        passes, foretold = self._kind.add(counted, self._equal_passes), self.passes
+        if self._given_back is not None:
+            foretold.lost += 1
+            if passes is foretold or foretold.lost >= MOST_LOST:
+                foretold.forget()
+        elif self.runs:
+            foretold.lost = 0
         if self._written is not None:
             passes.take(self._written)
         self.passes = passes

@@ -130,6 +130,7 @@ class Replaying:
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
         self._exceeds = False  # what a plan makes again was kept in the pass that runs the script
+        self._is_dropped = False  # the pass that runs the script, of which backward reads nothing any more
         self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
         self._outermost: int | None = None  # the id of the module, in whose call a known pass is
         self._thread = 0  # of that call
@@ -203,7 +204,6 @@ class Replaying:
             number: of the step.
             others_nbytes: bytes that values hold which went the long way.
         """
-        self.abandon()
         self._outermost = None
         self._learned, self._is_over = learned, False
         if learned.read is not None:
@@ -249,7 +249,9 @@ class Replaying:
     def abandon(self) -> None:
         """Nothing is written down, or run, of the pass in progress."""
         if self._native.is_running:
+            self._is_dropped = True
             self._native.stop()
+            self._is_dropped = False
         self._end_recording()
 
     def _end_recording(self) -> Recorder | None:
@@ -361,7 +363,12 @@ class Replaying:
                 session._names.count_as(self._running.counts)
             if is_broken:
                 session._is_replayed = False
-                session._names.learned.give_back(self._running.saved_by(saved, named))
+                if not self._is_dropped:
+                    session._names.learned.give_back(self._running.saved_by(saved, named))
+                elif saved < len(self._running.saves):  # else it was whole
+                    session._names.learned.drop_pass()
+                if running:
+                    session._parameters.enter(running[0][0])
                 step = Step()
                 step.is_whole = session._forward.step.is_whole
                 session.prepare(step)
