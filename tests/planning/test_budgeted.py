@@ -454,7 +454,7 @@ def test_a_budget_is_not_refused_for_memory_that_one_step_held_longer(monkeypatc
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_budget_that_is_far_too_small_is_refused_by_one_survey(
-    is_alone: bool, monkeypatch: pytest.MonkeyPatch
+    is_alone: bool, monkeypatch: pytest.MonkeyPatch, compiles_nothing: None
 ) -> None:
     """Where there are other processes, a thread of their library may free what the profiler does not see."""
     profiles: list[StepProfile] = []
@@ -469,6 +469,24 @@ def test_a_budget_that_is_far_too_small_is_refused_by_one_survey(
     with pytest.raises(BatchTooLargeError, match="the smallest budget that fits"):
         trained(lambda model: session, [16] * 60)
     assert len(profiles) == (1 if is_alone else course.MOST_SURVEYED)
+    session.close()
+    assert_nothing_is_left()
+
+
+def test_two_surveys_refuse_such_a_budget_where_no_plain_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has compiled something, where what is compiled would be compiled anew for plain steps."""
+    profiles: list[StepProfile] = []
+
+    def counted(*args: Any, **kwargs: Any) -> StepProfile:
+        profiles.append(profile_of(*args, **kwargs))
+        return profiles[-1]
+
+    monkeypatch.setattr(course, "profile_of", counted)
+    monkeypatch.setattr(course, "may_compile", lambda: True)
+    session = hurried("1%")
+    with pytest.raises(BatchTooLargeError, match="the smallest budget that fits"):
+        trained(lambda model: session, [16] * 60)
+    assert len(profiles) == 2
     session.close()
     assert_nothing_is_left()
 

@@ -30,10 +30,11 @@ Note: [freed unseen]
     hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
     again. Which thread is the last one differs from step to step. And a step that follows an interrupted one may free
     what that has left behind, and so take less than others do. So a budget is refused only if several steps say so, and
-    a share is one of the latest of them. The recorded step and the plain one behind it are enough where no process
-    group is there and the least that a plan could take is more than FAR budgets. These two should take about as much.
-    Where one of them takes UNLIKE times as much as the other, the program took memory in it that it keeps, as a cache
-    that is filled once, or an earlier pass was never differentiated, and both are recorded anew.
+    a share is one of the latest of them. The recorded step and the plain one behind it, or two recorded steps where no
+    plain one is, are enough where no process group is there and the least that a plan could take is more than FAR
+    budgets. These two should take about as much. Where the plain step takes UNLIKE times as much as the recorded one,
+    or as little, the program took memory in one of them that it keeps, as a cache that is filled once, or an earlier
+    pass was never differentiated, and both are recorded anew.
 """
 
 from __future__ import annotations
@@ -285,7 +286,8 @@ class Course:
         self._has_recorded = False  # a step, which is yet to be read
         self._bucket = bucket
         self._plain_of: Bucket | None = None  # the kind of the plain step that was recorded behind the other one
-        self._is_usual = False  # these two take about as much
+        self._recorded_nbytes = 0  # what the recorded step took
+        self._is_usual = False  # that is about what another step took
         self._unusual = 0  # pairs of steps that do not
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._estimate = 0.0  # seconds of a plain step, by what was recorded
@@ -507,8 +509,8 @@ class Course:
         # Else about that: under a Session that keeps everything some readers write over what they read.
         is_followed = line.plain is not None and self._plain_of is bucket
         plain = line.plain if is_followed and line.plain is not None else line
-        least, most = sorted((line.peak_nbytes, plain.peak_nbytes))
-        self._is_usual = is_followed and most <= UNLIKE * least
+        least, most = sorted((line.peak_nbytes, plain.peak_nbytes if is_followed else self._recorded_nbytes))
+        self._is_usual, self._recorded_nbytes = most <= UNLIKE * least, line.peak_nbytes
         if is_followed and not self._is_usual and self._unusual < MOST_SURVEYED - 1:
             self._unusual += 1
             bucket.surveys -= 1  # the next one takes the place of this one
