@@ -8,8 +8,9 @@ Note: [settled passes]
     cannot - what would make it again was called in another way, or its codec refuses it - it goes the long way alone.
     If a plan is to make it again, and it is kept for that reason, the script is forgotten when the pass ends: a plan's
     peak counts on it. Where the pass itself differs, what is not decided yet is given back, and the pass goes on the
-    long way; a later one is written down anew, after twice as many equal passes. One in PERIOD passes goes the long way
-    in any case, so that codecs look again and recipes are proven again.
+    long way. If it then saves what those before it did, or no pass has followed the script for long, a later one is
+    written down anew, after twice as many equal passes. One in PERIOD passes goes the long way in any case, so that
+    codecs look again and recipes are proven again.
 
     What is compared is what the long way compares: a shape or a dtype that is another, a node of another type, scalars
     that a formula asks for, an argument, autocast, a setting of the process, a tensor that was changed or handed on. So
