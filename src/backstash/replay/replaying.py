@@ -364,10 +364,8 @@ class Replaying:
                 session._names.count_as(self._running.counts)
             if is_broken:
                 session._is_replayed = False
-                if not self._is_dropped:
+                if not self._is_dropped:  # else it is counted as what it seemed to be
                     session._names.learned.give_back(self._running.saved_by(saved, named))
-                elif saved < len(self._running.saves):  # else it was whole
-                    session._names.learned.drop_pass()
                 if running:
                     session._parameters.enter(running[0][0])
                 step = Step()
