@@ -83,7 +83,7 @@ def test_it_is_said_what_is_done_as_long_as_there_is_no_plan(energy: nn.Sequenti
         with budget:
             loss = energy(torch.randn(64, 64)).square().mean()
         loss.backward()
-    assert str(budget.found).startswith("no plan yet after 3 backward passes: ")
+    assert str(budget.found).startswith("no plan yet after 3 forward passes: ")
 
 
 class Momentum(nn.Module):

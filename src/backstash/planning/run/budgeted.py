@@ -422,7 +422,7 @@ class Budgeted(Following):
         trouble = found.trouble or (MIXED if self.order.is_mixed else "")
         predicted = sum(each.is_predicted for each in planned)
         course = self._course
-        progress = "" if course is None else f"no plan yet after {self.cycles} backward passes: {course.stage}"
+        progress = "" if course is None else f"no plan yet after {self.begun} forward passes: {course.stage}"
         found = replace(found, predicted=predicted, progress=progress)
         return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
 
