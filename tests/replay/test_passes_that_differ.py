@@ -13,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import backstash as bs
 from backstash import Session
 from backstash.capture.learned import EQUAL_PASSES, MOST_LOST, MOST_VARIANTS, Counted, Kind, Passes
 from backstash.policies import get
 from tests.replay.twins import costly
+
+ROWS = 64
+"""Of each batch."""
 
 Loop = Callable[["Networks", int, Callable[[], AbstractContextManager[object]]], Tensor]
 
@@ -37,7 +41,7 @@ class Networks(nn.Module):
 
 def _begin_alike(critics: int) -> Loop:
     def loop(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
-        z, real = torch.randn(64, 16), torch.randn(64, 64)
+        z, real = torch.randn(ROWS, 16), torch.randn(ROWS, 64)
         with within():
             fake = networks.generator(z)
             if step % (critics + 1) < critics:
@@ -51,14 +55,14 @@ def _in_turn(change: Callable[[Networks, bool], object]) -> Loop:
     def loop(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
         change(networks, step % 2 == 0)
         with within():
-            return networks.judge(torch.randn(64, 64))
+            return networks.judge(torch.randn(ROWS, 64))
 
     return loop
 
 
 def _penalty(is_due: Callable[[int], bool]) -> Loop:
     def loop(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
-        x = torch.randn(64, 64)
+        x = torch.randn(ROWS, 64)
         with within():
             loss = networks.judge(x)
             return loss + networks.critic(2 * x).square().mean() if is_due(step) else loss
@@ -68,7 +72,7 @@ def _penalty(is_due: Callable[[int], bool]) -> Loop:
 
 def _heads(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
     with within():
-        return networks.judge(torch.randn(64, 64), step % 2)
+        return networks.judge(torch.randn(ROWS, 64), step % 2)
 
 
 def _functions(networks: Networks, step: int, within: Callable[[], AbstractContextManager[object]]) -> Tensor:
@@ -154,6 +158,49 @@ def test_weights_in_new_memory_are_no_other_passes() -> None:
             if parameter.grad is not None:
                 parameter.data = parameter.data - 0.01 * parameter.grad
     assert settled == 20
+
+
+@pytest.mark.parametrize(
+    "name", ["critic and generator in turn", "frozen in turn", "a penalty every fourth time", "heads in turn"]
+)
+def test_passes_of_one_step_settle_under_its_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan tells the passes of a step apart, and so do their scripts."""
+    monkeypatch.setattr(f"{__name__}.ROWS", 1024)
+    torch.manual_seed(0)
+    plain, (loop, _) = Networks(), LOOPS[name]
+    other = copy.deepcopy(plain)
+    session = bs.Budgeted("75%", min_nbytes=1024)
+    session.is_hurried = True
+    expected = _trained(plain, loop, nullcontext, lambda: None)
+    settled: list[bool] = []
+    found = _trained(other, loop, lambda: session, lambda: settled.append(session._session._is_replayed))
+    for step, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+        assert len(wanted) == len(got)
+        assert all(x.equal(y) for x, y in zip(wanted, got, strict=True)), step
+    assert session.found.plan is not None and not session.found.plan.is_empty
+    assert 0 < session.found.reached_nbytes <= session.found.budget_nbytes
+    assert sum(settled[-40:]) >= 36
+    session.close()
+
+
+def _trained(
+    networks: Networks, loop: Loop, within: Callable[[], AbstractContextManager[object]], tell: Callable[[], object]
+) -> list[list[Tensor]]:
+    found = []
+    for step in range(160):
+        networks.zero_grad()
+        torch.manual_seed(step)
+        loss = loop(networks, step, within)
+        loss.backward()
+        gradients = [p.grad.clone() for p in networks.parameters() if p.grad is not None]
+        found.append([loss.detach(), *gradients, *(buffer.clone() for buffer in networks.buffers())])
+        with torch.no_grad():
+            for parameter in networks.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+        tell()
+        del loss
+    return found
 
 
 @pytest.mark.parametrize("is_due", [lambda step: step % 7 == 0, lambda step: random.Random(step).random() < 0.1])

@@ -262,13 +262,14 @@ class Learned:
 
     Note: [kinds of passes]
         Batches have different lengths, and a generator's pass comes after a discriminator's. So passes are told apart
-        by what they begin with, the module that is called and the shapes and dtypes of what it is given. Passes that
-        begin alike may still differ: weights are frozen in turn, or a penalty is added to every fourth loss. What such
-        a pass saves in all is known when it is over, and training is a loop, so what comes next is told from what came
-        after the same passes before, as processors foretell branches: of the courses of the latest 16, 8, 4, 2 and 1
-        passes of the kind, the longest one counts that was met and was nearly always right. Each variant has a script
-        of its own. A pass that was foretold wrongly goes on the long way from where it differs, and the script stays.
-        It is forgotten where a pass does not follow it and saves the same, or none has followed it for long.
+        by what they begin with, the module that is called, the shapes and dtypes of what it is given, and the pass's
+        place in the step where a plan tells the passes of a step apart. Passes that begin alike may still differ:
+        weights are frozen in turn, or a penalty is added to every fourth loss. What such a pass saves in all is known
+        when it is over, and training is a loop, so what comes next is told from what came after the same passes before,
+        as processors foretell branches: of the courses of the latest 16, 8, 4, 2 and 1 passes of the kind, the longest
+        one counts that was met and was nearly always right. Each variant has a script of its own. A pass that was
+        foretold wrongly goes on the long way from where it differs, and the script stays. It is forgotten where a pass
+        does not follow it and saves the same, or none has followed it for long.
 
     Attributes:
         assigns_data: whether a step has assigned the ``.data`` of a tensor that autograd had saved. An idle Session

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from backstash import interpreter, repeatable
 from backstash.capture import modules, naming, observer
 from backstash.capture.forward import Forward
-from backstash.capture.learned import Passes
+from backstash.capture.learned import MOST_SCRIPTS, Passes
 from backstash.capture.names import scalar_of
 from backstash.capture.side_effects import SideEffect, inplace_position
 from backstash.codecs import base
@@ -560,7 +560,7 @@ def for_session(
         )
     if is_watching(policy) and policy.watches_again:
         return f"{type(policy).__name__} watches what nodes save in every step"
-    if policy.cycles not in (None, 1):
+    if policy.cycles is not None and not 0 < policy.cycles <= MOST_SCRIPTS:
         return f"a step has {policy.cycles or 'any number of'} passes, which the policy tells from each other"
     if session.check:
         return f"check={session.check!r} compares, or measures, in steps"
