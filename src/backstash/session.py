@@ -507,7 +507,7 @@ class Session:
         if self._replaying is not None:
             self._replaying.abandon()  # what is left of an earlier one
         kind = (
-            (id(called), modules.signature_of(inputs_of_call(called)), self._names.cycle)
+            (id(called), modules.signature_of(inputs_of_call(called)), self._names.frames[0].label)
             if called is not None and replaying is not None
             else None
         )

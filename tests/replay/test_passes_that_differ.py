@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash import Session
-from backstash.capture.learned import EQUAL_PASSES, MOST_LOST, MOST_VARIANTS, Counted, Kind, Passes
+from backstash.capture.learned import EQUAL_PASSES, MOST_LOST, MOST_SCRIPTS, MOST_VARIANTS, Counted, Kind, Passes
 from backstash.policies import get
 from tests.replay.twins import costly
 
@@ -181,6 +181,20 @@ def test_passes_of_one_step_settle_under_its_plan(name: str, monkeypatch: pytest
     assert 0 < session.found.reached_nbytes <= session.found.budget_nbytes
     assert sum(settled[-40:]) >= 36
     session.close()
+
+
+@pytest.mark.parametrize("cycles", [0, MOST_SCRIPTS + 1])
+def test_passes_of_longer_steps_have_no_scripts(cycles: int) -> None:
+    """There is room for so many, and each would have gone when its pass comes again."""
+    policy: Any = get("lossless")
+    object.__setattr__(policy, "cycles", cycles)
+    entered = _Entered("each", lambda: policy, Networks())
+    _heads(entered._networks, 0, entered).backward()
+    told = entered.session.report().programs()
+    assert (
+        told
+        == f"nothing is replayed: a step has {cycles or 'any number of'} passes, which the policy tells from each other"
+    )
 
 
 def _trained(

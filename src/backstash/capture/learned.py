@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -71,6 +71,10 @@ forgotten first."""
 HISTORIES = (16, 8, 4, 2, 1)
 """How many passes of a kind are looked back at to tell what the next one saves, the longest first."""
 
+SURE, LONG = 4, 64
+"""How many times as often as not the same has to come after a course of passes to be foretold, and after how many times
+what was long ago counts half."""
+
 MOST_EXPECTED, MOST_VARIANTS, MOST_LOST = 256, 16, 8
 """For how many courses of passes of a kind it is kept what came after them, how many passes that differ are told apart,
 and after how many passes in a row that were given back a script is forgotten."""
@@ -110,6 +114,23 @@ class Limit:
         return True
 
 
+class Written(NamedTuple):
+    """A pass that was written down, or why it could not be.
+
+    Attributes:
+        script, read: the script, and the same as the interpreter has read it; None where none was written.
+        step: the accounts of the pass.
+        revision: of the policy then.
+        refusal: why there is none.
+    """
+
+    script: Any = None
+    read: Any = None
+    step: Any = None
+    revision: object | None = None
+    refusal: str = ""
+
+
 class Passes:
     """What is known of passes that begin alike and save as much as each other.
 
@@ -118,15 +139,12 @@ class Passes:
         needed: how many there have to be until one is written down.
 
     Attributes:
-        script, read: the script, and the same as the interpreter has read it; None where none was written.
+        script, read, step, revision, refusal: of the latest one that was written down, as in Written.
         equal: how many there were since a script was of no use, if all did nothing out of the ordinary.
         lost: how many passes in a row were given back.
         is_stale: whether what the script says of a value is no longer so.
-        refusal: why the latest one could not be written down.
         since: how many passes have run the script since one went the long way.
         runs, misses: how many passes have begun with a script, and how many of these were given back.
-        step: the accounts of the pass that was written down.
-        revision: of the policy then.
     """
 
     __slots__ = (
@@ -154,19 +172,22 @@ class Passes:
         self.step: Any = None
         self.revision: object | None = None
 
-    def take(self, written: Passes) -> None:
+    def take(self, written: Written) -> None:
         """One of the passes was written down, or could not be."""
-        self.refusal = written.refusal
         if written.script is None:
             self.forget()
-            return
-        self.script, self.read, self.step = written.script, written.read, written.step
-        self.since, self.revision, self.is_stale = 0, written.revision, False
+        else:
+            self.since, self.is_stale = 0, False
+        self.script, self.read, self.step, self.revision, self.refusal = written
+
+    def clear(self) -> None:
+        """There is no script any more."""
+        self.script = self.read = self.step = None
+        self.equal, self.since, self.is_stale, self.lost = 0, 0, False, 0
 
     def forget(self) -> None:
         """The passes differ: it takes twice as many equal ones until the next is written down."""
-        self.script = self.read = None
-        self.equal, self.since, self.is_stale, self.lost = 0, 0, False, 0
+        self.clear()
         self.needed = min(max(EQUAL_PASSES, 2 * self.needed), MOST_EQUAL_PASSES)
 
 
@@ -186,7 +207,7 @@ class Expected:
     @property
     def is_sure(self) -> bool:
         """Whether it comes again, as far as can be told."""
-        return self._right >= 4 * self._wrong
+        return self._right >= SURE * self._wrong
 
     def add(self, passes: Passes) -> None:
         """These came this time."""
@@ -196,7 +217,7 @@ class Expected:
             self._wrong += 1
         else:
             self.passes, self._right, self._wrong = passes, 0, 1
-        if self._right + self._wrong > 64:  # what is long past counts less
+        if self._right + self._wrong > LONG:  # what is long past counts less
             self._right //= 2
             self._wrong //= 2
 
@@ -337,7 +358,7 @@ class Learned:
         self._kind = Kind()  # of the latest pass
         self.runs = False
         self._given_back: Counted | None = None  # what it had saved when it was given back
-        self._written: Passes | None = None  # it was written down
+        self._written: Written | None = None  # it was written down
         self.passes = self.begin_pass(None)
 
     def begin_pass(self, kind: Hashable) -> Passes:
@@ -391,7 +412,7 @@ class Learned:
         self.passes = passes
         self.drop_pass()
 
-    def write_down(self, written: Passes) -> None:
+    def write_down(self, written: Written) -> None:
         """The pass in progress was written down, or could not be.
 
         What it is one of is known when it is over: something may be saved behind its end. Where there are too many
@@ -404,8 +425,7 @@ class Learned:
         all_passes = (each for kind in self._kinds.values() for each in kind.variants.values())
         with_script = [each for each in all_passes if each.script is not None]
         for each in with_script[: len(with_script) + 1 - MOST_SCRIPTS]:
-            each.script = each.read = each.step = None
-            each.equal = each.since = 0
+            each.clear()
 
     def settle_soon(self) -> None:
         """The next pass is written down (replay/) without waiting for equal ones, whatever its kind is."""

@@ -162,7 +162,6 @@ class Names:
         cycles: as in Policy.
 
     Attributes:
-        cycle: how many passes of the step come before this one, where a step has a fixed number of them; else 0.
         frames: the module calls in progress; the first stands for what runs outside of modules.
         learned: where what is known is kept.
     """
@@ -181,7 +180,6 @@ class Names:
         "_root",
         "_saves",
         "_thread",
-        "cycle",
         "frames",
         "learned",
         "model",
@@ -193,7 +191,7 @@ class Names:
         self.model = model if cycles is None else None
         self._can_claim = can_claim
         self._cycles = cycles
-        self._cycle = self.cycle = 0
+        self._cycle = 0
         self._calls: Counter[str] = Counter()  # of the modules of this forward pass, by their paths
         self._is_fresh = True  # nothing was saved since the Session was entered
         self._has_whole_steps = cycles == 0  # in one ``with`` each
@@ -381,7 +379,6 @@ class Names:
 
     def _begin_cycle(self, cycle: int) -> None:
         self._cycle = cycle
-        self.cycle = cycle if self._cycles else 0
         self._calls.clear()
         outside = self.frames[0]
         outside.counts = {}  # the model, if it is running, goes on counting

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from backstash import interpreter, repeatable
 from backstash.capture import modules, naming, observer
 from backstash.capture.forward import Forward
-from backstash.capture.learned import MOST_SCRIPTS, Passes
+from backstash.capture.learned import MOST_SCRIPTS, Passes, Written
 from backstash.capture.names import scalar_of
 from backstash.capture.side_effects import SideEffect, inplace_position
 from backstash.codecs import base
@@ -131,7 +131,7 @@ class Replaying:
         self._running: Script
         self._unnamed: list[tuple[Any, Saved]] = []
         self._exceeds = False  # what a plan makes again was kept in the pass that runs the script
-        self._is_dropped = False  # the pass that runs the script, of which backward reads nothing any more
+        self._abandons = False  # the pass that runs the script, of which backward reads nothing any more
         self._is_over = False  # a pass that ran the script, or was given back; backward has not begun
         self._outermost: int | None = None  # the id of the module, in whose call a known pass is
         self._thread = 0  # of that call
@@ -220,7 +220,7 @@ class Replaying:
                 replace_dispatch_to_modes(native.handle_torch_function)
                 return True
             _count_uses(learned)
-            learned.since, learned.script, learned.read, learned.is_stale = 0, None, None, False
+            learned.clear()
             learned.equal = learned.needed
         return False
 
@@ -250,9 +250,11 @@ class Replaying:
     def abandon(self) -> None:
         """Nothing is written down, or run, of the pass in progress."""
         if self._native.is_running:
-            self._is_dropped = True
-            self._native.stop()
-            self._is_dropped = False
+            self._abandons = True
+            try:
+                self._native.stop()
+            finally:
+                self._abandons = False
         self._end_recording()
 
     def _end_recording(self) -> Recorder | None:
@@ -283,18 +285,17 @@ class Replaying:
             return
         session = self._session()
         assert session is not None
-        known, written = session._names.learned, Passes((0, 0, 0), 0)
+        known = session._names.learned
         if session._stops_if_useless and known.worth.is_open(step):
             recorder.refuse("it lowers little of what the pass saves, and may not be worth its time")
         if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
         try:
             script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
-            written.script, written.read = script, native.script(script)
+            written = Written(script, native.script(script), step, self._policy.revision)
             script.copied.clear()
-            written.step, written.revision = step, self._policy.revision
         except RefusedError as refused:
-            written.refusal = str(refused)
+            written = Written(refusal=str(refused))
         known.write_down(written)
 
     def begin_backward(self, others_nbytes: int) -> int:
@@ -352,11 +353,11 @@ class Replaying:
         modules.wake()
         session = self._session()
         if session is not None:
-            saved, named = self._native.saves_at_end
             if is_broken or self._outermost is not None:
                 running = [] if self._outermost is None else modules.calls_in_progress(self._thread)
                 while running and id(running[0][0]) != self._outermost:
                     del running[0]
+                saved, named = self._native.saves_at_end
                 saves = self._running.saves[:named]
                 facts = [None if save.place is None else save.place.facts for save in saves]
                 session._names.follow(self._running.module_events, facts, running, self._thread)
@@ -364,7 +365,7 @@ class Replaying:
                 session._names.count_as(self._running.counts)
             if is_broken:
                 session._is_replayed = False
-                if not self._is_dropped:  # else it is counted as what it seemed to be
+                if not self._abandons:  # else it is counted as what it seemed to be
                     session._names.learned.give_back(self._running.saved_by(saved, named))
                 if running:
                     session._parameters.enter(running[0][0])

@@ -506,16 +506,16 @@ class Course:
             return
         bucket = self._bucket
         line = yield from self._read(lines[0])
-        # Else about that: under a Session that keeps everything some readers write over what they read.
-        is_followed = line.plain is not None and self._plain_of is bucket
-        plain = line.plain if is_followed and line.plain is not None else line
-        least, most = sorted((line.peak_nbytes, plain.peak_nbytes if is_followed else self._recorded_nbytes))
+        behind = line.plain if self._plain_of is bucket else None
+        least, most = sorted((line.peak_nbytes, self._recorded_nbytes if behind is None else behind.peak_nbytes))
         self._is_usual, self._recorded_nbytes = most <= UNLIKE * least, line.peak_nbytes
-        if is_followed and not self._is_usual and self._unusual < MOST_SURVEYED - 1:
+        if behind is not None and not self._is_usual and self._unusual < MOST_SURVEYED - 1:
             self._unusual += 1
             bucket.surveys -= 1  # the next one takes the place of this one
             yield from self._survey()
             return
+        # About plain: under a Session that keeps everything some readers write over what they read.
+        plain = line if behind is None else behind
         recorded = sum(position.seconds for position in line.positions)
         if is_first:
             self._estimate = recorded
