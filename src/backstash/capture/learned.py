@@ -114,7 +114,7 @@ class Limit:
         return True
 
 
-class Written(NamedTuple):
+class WrittenPass(NamedTuple):
     """A pass that was written down, or why it could not be.
 
     Attributes:
@@ -139,7 +139,7 @@ class Passes:
         needed: how many there have to be until one is written down.
 
     Attributes:
-        script, read, step, revision, refusal: of the latest one that was written down, as in Written.
+        script, read, step, revision, refusal: of the latest one that was written down, as in WrittenPass.
         equal: how many there were since a script was of no use, if all did nothing out of the ordinary.
         lost: how many passes in a row were given back.
         is_stale: whether what the script says of a value is no longer so.
@@ -172,7 +172,7 @@ class Passes:
         self.step: Any = None
         self.revision: object | None = None
 
-    def take(self, written: Written) -> None:
+    def take(self, written: WrittenPass) -> None:
         """One of the passes was written down, or could not be."""
         if written.script is None:
             self.forget()
@@ -358,7 +358,7 @@ class Learned:
         self._kind = Kind()  # of the latest pass
         self.runs = False
         self._given_back: Counted | None = None  # what it had saved when it was given back
-        self._written: Written | None = None  # it was written down
+        self._written: WrittenPass | None = None  # it was written down
         self.passes = self.begin_pass(None)
 
     def begin_pass(self, kind: Hashable) -> Passes:
@@ -412,7 +412,7 @@ class Learned:
         self.passes = passes
         self.drop_pass()
 
-    def write_down(self, written: Written) -> None:
+    def write_down(self, written: WrittenPass) -> None:
         """The pass in progress was written down, or could not be.
 
         What it is one of is known when it is over: something may be saved behind its end. Where there are too many

@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from backstash import interpreter, repeatable
 from backstash.capture import modules, naming, observer
 from backstash.capture.forward import Forward
-from backstash.capture.learned import MOST_SCRIPTS, Passes, Written
+from backstash.capture.learned import MOST_SCRIPTS, Passes, WrittenPass
 from backstash.capture.names import scalar_of
 from backstash.capture.side_effects import SideEffect, inplace_position
 from backstash.codecs import base
@@ -292,10 +292,10 @@ class Replaying:
             recorder.refuse("the policy may say something else in each pass")
         try:
             script = recorder.script(session.min_nbytes, self._stores, self._policy, self._prefetcher)
-            written = Written(script, native.script(script), step, self._policy.revision)
+            written = WrittenPass(script, native.script(script), step, self._policy.revision)
             script.copied.clear()
         except RefusedError as refused:
-            written = Written(refusal=str(refused))
+            written = WrittenPass(refusal=str(refused))
         known.write_down(written)
 
     def begin_backward(self, others_nbytes: int) -> int:
