@@ -204,13 +204,6 @@ def _bounded_tasks(ops: Kernels, x: Tensor, out: Tensor) -> dict[str, Task]:
         tasks[f"blockquant_decode, {bits} bits"] = Task(
             partial(ops.blockquant_decode, codes, ranges, bits, 256, out), total
         )
-    side = 64  # images without an edge
-    sizes = x.numel() // side**2, side, side, 1, [3] * 64
-    images = x[: sizes[0] * side**2]
-    coded = ops.dct_encode(images, *sizes)[:4]
-    total = images.nbytes + sum(plane.nbytes for plane in coded)
-    tasks["dct_encode, optL"] = Task(partial(ops.dct_encode, images, *sizes), total)
-    tasks["dct_decode, optL"] = Task(partial(ops.dct_decode, *coded, *sizes, out[: images.numel()]), total)
     return tasks
 
 

@@ -1,7 +1,7 @@
 """Bounds that follow the gradients: ``python -m studies.comet [--json FILE] [--seconds N] [--network NAME]``.
 
 A network is trained on Fashion-MNIST (or, where it is not installed, on scikit-learn's digits) with plain PyTorch,
-``lossless``, COMET's rules (policies.comet), JPEG-ACT's transform of what convolutions read (codecs.Dct), and values in
+``lossless``, COMET's rules (policies.comet), JPEG-ACT's transform of what convolutions read (jpeg_act), and values in
 8, 4 and 2 bits (``quantized``). Within a seed all begin from the same weights and see the same images in the same
 order, and all make a step in turn, so that a step's times can be compared. The table has how much smaller the
 convolutions' stored inputs and the whole stash are, the counted peak, a step's time over the plain one's, the test
@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
 from backstash import Session, policies
-from backstash.codecs import Binary, Dct, Signed, Szp, Zvc
+from backstash.codecs import Binary, Signed, Szp, Zvc
 from backstash.papers.comet import Comet, bound_for, comet, comet_bound
 from backstash.papers.comet.bound import channel_norms, coverage
 from backstash.policies import Policy, Rules, Stash
@@ -43,6 +43,7 @@ from bench.results import Results
 from bench.rounds import Deadline, Summary, mib, summarise, table
 from studies import gist_accuracy
 from studies.gist_accuracy import Schedule, order_of, right
+from studies.jpeg_act import Dct
 from tests import networks
 from tests.networks.initialisation import initialise, kaiming_fan_in
 

@@ -79,5 +79,5 @@ def test_the_core_trains_without_what_is_plugged_into_it() -> None:
     assert ratio > 1.5
     assert {name.split(".")[0] for name in loaded} & ABOVE == set()
     assert imported <= IMPORTED and len(loaded) <= USED, loaded
-    idle = {"blockquant", "csr", "dct", "deflate", "fewbit", "rle", "signed", "sz", "szp"}
+    idle = {"blockquant", "csr", "deflate", "fewbit", "rle", "signed", "sz", "szp"}
     assert not {f"codecs.{name}" for name in idle} & set(loaded), "codecs that no value was stored with"

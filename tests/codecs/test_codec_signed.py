@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from backstash import Session, Stash, policies
-from backstash.codecs import BlockQuant, Codec, Dct, Encoded, FewBit, Minifloat, Signed, Sz, Szp, Zvc
+from backstash.codecs import BlockQuant, Codec, Encoded, FewBit, Minifloat, Signed, Sz, Szp, Zvc
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.policies import Rules
 from backstash.saved import Mask, TensorSpec, Test
 from backstash.testing import check_codec
+from studies.jpeg_act import Dct
 
 SINGLES = (torch.float32, torch.bfloat16, torch.float16)
 VALUES = (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstash import Policy, Session
-from backstash.codecs import BlockQuant, Codec, Csr, Dct, FewBit, Minifloat, Signed, Sz, Szp, Zvc
+from backstash.codecs import BlockQuant, Codec, Csr, FewBit, Minifloat, Signed, Sz, Szp, Zvc
 from backstash.codecs.minifloat.formats import FORMATS, SCALED
 from backstash.errors import CodecRefusedError
 from backstash.papers.comet import comet
@@ -28,7 +28,6 @@ CODECS: list[Codec] = [
     *(BlockQuant(bits) for bits in (1, 2, 4, 8)),
     *(FewBit(function, bits) for function in ("gelu", "silu", "tanh", "sigmoid") for bits in (1, 2, 3, 4)),
     *(kind(0.01, mode) for kind in (Sz, Szp) for mode in ("abs", "rel")),
-    Dct(),
     Signed(),
     Signed(Sz(0.01)),
     Signed(BlockQuant(4)),

@@ -18,7 +18,7 @@ NUMBERS = {
     "seed": ("BlockQuant",),
     "values": ("Zvc", "Csr"),
 }
-WORDS = {"format": ("Minifloat",), "function": ("FewBit",), "table": ("Dct",)}
+WORDS = {"format": ("Minifloat",), "function": ("FewBit",)}
 ARGUMENTS = [(codec, name) for each in (NUMBERS, WORDS) for name, of in each.items() for codec in of]
 GIVEN = {"Sz": {"error": 0.1}, "Szp": {"error": 0.1}, "FewBit": {"function": "gelu"}}
 

@@ -69,9 +69,6 @@ def test_nothing_is_read_or_written_past_the_planes(width: int, isa: str) -> Non
             for bits in (1, 2, 4, 8):
                 groups = [at_page_end(plane, keep) for plane in cpu.blockquant_encode(x, bits, 16, True, 0)[:2]]
                 cpu.blockquant_decode(*groups, bits, 16, out)
-            sizes = 1, 1, n, 1, [3] * 64
-            images = [at_page_end(plane, keep) for plane in cpu.dct_encode(x, *sizes)[:4]]
-            cpu.dct_decode(*images, *sizes, out)
         for bits in range(1, 5) if width < 8 else ():
             codes = at_page_end(cpu.fewbit_encode(x, THRESHOLDS[: 2**bits - 1], bits)[0], keep)
             cpu.fewbit_decode(codes, [1.0] * 2**bits, bits, out)

@@ -11,7 +11,6 @@ from backstash.facade import on_demand
 if TYPE_CHECKING:
     from backstash.codecs.blockquant import BlockQuant
     from backstash.codecs.csr import Csr
-    from backstash.codecs.dct import Dct
     from backstash.codecs.deflate import Deflate, Lz4, Zstd
     from backstash.codecs.exponents import Exponents
     from backstash.codecs.fewbit import FewBit
@@ -33,7 +32,6 @@ __all__ = [
     "BlockQuant",
     "Codec",
     "Csr",
-    "Dct",
     "Deflate",
     "Encoded",
     "ErrorBound",
@@ -62,7 +60,6 @@ _HOMES = {
     "Bitmask": "masks",
     "BlockQuant": "blockquant",
     "Csr": "csr",
-    "Dct": "dct",
     "Deflate": "deflate",
     "Exponents": "exponents",
     "FewBit": "fewbit",

@@ -40,7 +40,7 @@ class Signed:
     """Stores which elements are zero and which are negative in a bit each, and the others with a codec for values.
 
     So a codec that would round a small number to zero, or across it, serves a relu as well. Only what is not zero goes
-    through it, as one row of neighbours; but where it takes images only (Dct), all of the tensor does.
+    through it, as one row of neighbours; but where it takes images only, all of the tensor does.
 
     Preserves: SHAPE, VALUE - within the bound of ``values``, of which a share of a group's range becomes one of the
         tensor's. Zeros stay zero (-0.0 becomes 0.0), what is not zero does not become it and keeps its sign; infinities

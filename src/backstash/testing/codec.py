@@ -107,7 +107,7 @@ def _check_declaration(codec: Codec) -> Codec:
         fail(f"check_codec asked {codec!r} for its bound", repr(codec.bound), "Use None, or ErrorBound(abs=...)")
     module = vars(sys.modules[type(codec).__module__])
     try:
-        twin = eval(repr(codec), {**_NAMES, **module, name: type(codec)})
+        twin = eval(repr(codec), {**_NAMES, **module, **_classes_within(codec)})
     except (SyntaxError, NameError, TypeError, AttributeError, ValueError) as error:
         fail(
             f"check_codec asked for a repr that makes {name} again",
@@ -117,6 +117,13 @@ def _check_declaration(codec: Codec) -> Codec:
     if type(twin) is not type(codec) or _parameters(twin) != _parameters(codec):
         fail(f"check_codec asked for a repr that makes {codec!r} again", repr(twin), "Use the dataclass's own repr")
     return twin  # type: ignore[no-any-return]
+
+
+def _classes_within(codec: Any) -> dict[str, type]:
+    """By their names, the codec's class and those of the dataclasses that are its parameters."""
+    inner = (getattr(codec, field.name) for field in fields(codec))
+    found = {name: of for each in inner if is_dataclass(each) for name, of in _classes_within(each).items()}
+    return {**found, type(codec).__name__: type(codec)}
 
 
 def _parameters(codec: Any) -> list[str]:

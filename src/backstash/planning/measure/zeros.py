@@ -48,9 +48,9 @@ def _can_be_filled(weight: Tensor) -> bool:
 
 def _filled(content: Tensor, seed: int) -> Tensor:
     """Returns a weight's numbers with others in the place of zeros; the same tensor if there are none."""
-    if int(torch.count_nonzero(content)) == content.numel():
+    zeros = content.numel() - int(torch.count_nonzero(content))
+    if not zeros:
         return content
-    is_zero = content == 0
     generator = torch.Generator(content.device).manual_seed(seed)
-    drawn = torch.randn(int(is_zero.sum()), generator=generator, dtype=content.dtype, device=content.device)
-    return content.masked_scatter(is_zero, drawn * SCALE)
+    drawn = torch.randn(zeros, generator=generator, dtype=content.dtype, device=content.device)
+    return content.masked_scatter(content == 0, drawn * SCALE)

@@ -1,3 +1,5 @@
+"""JPEG-ACT's transform: what comes back, its planes, and what is refused."""
+
 from __future__ import annotations
 
 import math
@@ -6,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from backstash.codecs import Dct, Encoded
-from backstash.codecs.dct.reference import BASIS
+from backstash.codecs import Encoded
 from backstash.codecs.zvc.reference import zvc_decode
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.testing import check_codec
+from studies.jpeg_act import BASIS, Dct
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,4 +1,4 @@
-"""The way JPEG codes images: 8x8 cosine transforms, a table of steps, and no zeros. A baseline to compare with."""
+"""JPEG-ACT's way to store images: cosine transforms of 8x8 blocks, a table of steps, and no zeros; to compare with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ from torch import Tensor
 
 from backstash.arguments import check_word
 from backstash.codecs.base import Encoded, ErrorBound, check_planes, flat, like, refuses_singles, require_accepted
-from backstash.codecs.dct.reference import dct_blocks
 from backstash.errors import CodecRefusedError
 from backstash.ops.registration import ops
 from backstash.saved import Need, TensorSpec
 
-_LOW = 3  # of the 8 frequencies in each direction
+SIDE = 8
+"""Rows and columns of a block."""
+
+LARGEST = 127
+"""The largest magnitude of an element before the transform, and of a code."""
+
+BASIS = tuple(
+    math.sqrt((1 if u == 0 else 2) / SIDE) * math.cos((2 * k + 1) * u * math.pi / (2 * SIDE))
+    for u in range(SIDE)
+    for k in range(SIDE)
+)
+"""The orthonormal cosine transform, a row per frequency."""
+
+_LOW = 3
 TABLES = {
     "optL": (_LOW,) * 64,
     "optH": tuple(_LOW if u + v == 0 else 5 if u + v < 8 else 4 for u in range(8) for v in range(8)),
@@ -38,12 +50,11 @@ class Dct:
         stored as Zvc stores elements: ``mask`` uint8 [8 * blocks], ``offsets`` int64 [ceil(blocks / 64)], ``values``
         uint8 [nonzeros].
     Bytes: 8 * blocks + 8 * ceil(blocks / 64) + nonzeros + 4 * images.
-    Determinism: the same planes on every backend.
+    Determinism: the same planes for equal bytes on one device, as far as its matrix products are deterministic.
     Source: JPEG-ACT (ISCA 2020): the transform, tables of powers of two (optL for the first epochs, optH after them)
         and zero-value compression in place of Huffman codes. Ours scales every image of its own by its largest
         magnitude, not every channel to a fixed range, so that nothing is clamped; does not round to 8 bits before the
-        transform; rounds to nearest after it; and has an optH after that one's description, not its every entry. On
-        CUDA the reference serves.
+        transform; rounds to nearest after it; and has an optH after that one's description, not its every entry.
 
     Args:
         table: ``"optL"``, 8 for all coefficients; or ``"optH"``, 8 for the mean, 32 for the lower frequencies, 16 for
@@ -90,19 +101,31 @@ class Dct:
     def declines(self, x: Tensor) -> str | None:
         """Declines images that fill less than half of their 8x8 blocks."""
         outer, height, width, inner = _geometry(TensorSpec.of(x)) or (1, 0, 0, 1)
-        share = x.numel() / (64 * dct_blocks(outer, height, width, inner)) if x.numel() else 0.0
+        share = x.numel() / (64 * _blocks(outer, height, width, inner)) if x.numel() else 0.0
         return None if share >= 0.5 else f"its images, {height} by {width}, fill {share:.0%} of 8x8 blocks"
 
     def encode(self, x: Tensor) -> Encoded:
         """Transforms every block. The host waits to know whether all is finite and how many codes are not zero."""
         spec = require_accepted(self, x)
-        *planes, strange = ops.dct_encode(flat(x), *_sizes(spec), self._shifts)
-        if int(strange):
+        outer, height, width, inner = _sizes(spec)
+        images = flat(x).float().view(outer, height, width, inner).movedim(3, 1).reshape(-1, height, width)
+        strange = images.numel() - int(images.isfinite().sum())
+        if strange:
             raise CodecRefusedError(
-                f"codec 'dct' was asked to encode {spec}, got {int(strange)} infinite or NaN elements, which spoil "
-                f"their blocks. Use an exact codec, or Keep()."
+                f"codec 'dct' was asked to encode {spec}, got {strange} infinite or NaN elements, which spoil their "
+                f"blocks. Use an exact codec, or Keep()."
             )
-        return Encoded(self.id, spec, dict(zip(("mask", "offsets", "values", "scales"), planes, strict=True)))
+        scales = images.abs().amax((1, 2))
+        divisors = torch.where(scales > 0, scales, 1.0)[:, None, None]
+        rows, columns = -(-height // SIDE), -(-width // SIDE)
+        padded = images.new_zeros(images.shape[0], rows * SIDE, columns * SIDE)
+        padded[:, :height, :width] = images / divisors * LARGEST
+        blocks = padded.view(-1, rows, SIDE, columns, SIDE).transpose(2, 3).reshape(-1, SIDE, SIDE)
+        basis = _basis(x)
+        coefficients = basis @ blocks @ basis.T
+        codes = (coefficients / self._steps(x)).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+        mask, offsets, values = ops.zvc_encode(codes.view(-1).view(torch.uint8))
+        return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values, "scales": scales})
 
     def decode(self, encoded: Encoded, out: Tensor | None = None) -> Tensor:
         """Images that look like the original ones.
@@ -110,25 +133,31 @@ class Dct:
         Raises:
             DamagedPlanesError: the planes do not fit together.
         """
-        planes, sizes = encoded.planes, _sizes(encoded.spec)
-        blocks = dct_blocks(*sizes)
-        expected = {"mask": 8 * blocks, "offsets": -(-blocks // 64), "scales": sizes[0] * sizes[3]}
-        check_planes(encoded, expected)
+        outer, height, width, inner = sizes = _sizes(encoded.spec)
+        count, planes = _blocks(*sizes), encoded.planes
+        check_planes(encoded, {"mask": SIDE * count, "offsets": -(-count // 64), "scales": outer * inner})
         out = like(encoded.spec, out)
-        ops.dct_decode(
-            *(planes[name] for name in ("mask", "offsets", "values", "scales")), *sizes, self._shifts, flat(out)
-        )
+        codes = torch.empty(count * SIDE * SIDE, dtype=torch.uint8, device=out.device)
+        ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], codes)
+        basis = _basis(out)
+        coefficients = codes.view(torch.int8).view(-1, SIDE, SIDE).float() * self._steps(out)
+        blocks = basis.T @ coefficients @ basis
+        rows, columns = -(-height // SIDE), -(-width // SIDE)
+        padded = blocks.view(-1, rows, columns, SIDE, SIDE).transpose(2, 3).reshape(-1, rows * SIDE, columns * SIDE)
+        images = (padded[:, :height, :width] / LARGEST).clamp(-1, 1) * planes["scales"][:, None, None]
+        flat(out).copy_(images.view(outer, inner, height, width).movedim(1, 3).reshape(-1))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """The size where no code is zero."""
         sizes = _sizes(spec)
-        blocks = dct_blocks(*sizes)
+        blocks = _blocks(*sizes)
         return 72 * blocks + 8 * -(-blocks // 64) + 4 * sizes[0] * sizes[3]
 
-    @property
-    def _shifts(self) -> list[int]:
-        return [step + self.shift for step in TABLES[self.table]]
+    def _steps(self, x: Tensor) -> Tensor:
+        return torch.tensor([2.0 ** (step + self.shift) for step in TABLES[self.table]], device=x.device).view(
+            SIDE, SIDE
+        )
 
 
 def _geometry(spec: TensorSpec) -> tuple[int, int, int, int] | None:
@@ -149,3 +178,12 @@ def _sizes(spec: TensorSpec) -> tuple[int, int, int, int]:
     sizes = _geometry(spec)
     assert sizes is not None, "accepts() refuses it"
     return sizes
+
+
+def _blocks(outer: int, height: int, width: int, inner: int) -> int:
+    """The number of 8x8 blocks of all images, which are padded with zeros at the lower and right edges."""
+    return outer * inner * -(-height // SIDE) * -(-width // SIDE)
+
+
+def _basis(x: Tensor) -> Tensor:
+    return torch.tensor(BASIS, dtype=torch.float32, device=x.device).view(SIDE, SIDE)
