@@ -20,6 +20,7 @@ Note: [ownership]
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -35,7 +36,7 @@ from backstash import stores as all_stores
 from backstash.arguments import check_arguments, replanned
 from backstash.capture import hooks, learned, leaving, modules
 from backstash.capture.forward import Forward
-from backstash.capture.names import Names
+from backstash.capture.names import Entries, Names
 from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.policies.base import Policy
@@ -176,6 +177,8 @@ class Session:
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
+        self.entries = Entries()  # which the Sessions of one loop share
+        self._is_entered = False  # and no forward pass has begun since
         self._hooks: hooks.Hooks | None = None
         self._entry: leaving.Entrance | None = None
         rewriting = self.policy.rewriting
@@ -223,6 +226,7 @@ class Session:
         self._entry = entry = leaving.Entrance(self)
         try:
             self._elsewhere = False
+            self._is_entered = True
             self._live.read_with_graph = self._forward.read_with_graph
             self._names.enter_session()
             if self._rewriting is not None:
@@ -254,6 +258,7 @@ class Session:
         self._entry.is_over = True
         if error is not None:
             self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0, 0)
+            self.entries.is_broken = True
         leaving.to_the_end(self._leave_entry)
 
     def _leave_entry(self) -> None:
@@ -417,11 +422,14 @@ class Session:
             self._names.learned = learned.learned_of(module, self._settings)
             self._use_learned_size()
         if torch.is_grad_enabled() and not in_backward():
-            if self._live.unpacked or self._is_dropped:
+            if self._live.unpacked or self._is_dropped or self._is_skipped:
                 self._begin_step(called)
             elif self._steps == 0 and self._replaying is not None and not self._forward.is_idle:
                 self._before_save()
                 self._begin_pass(called)
+            if self._is_entered:
+                self._is_entered = False
+                self.entries.add(self._live.saved_ever)
         assert self._hooks is not None
         may_idle = self._may_idle()
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
@@ -494,7 +502,8 @@ class Session:
         if self._live.monitor is not None:
             self._live.monitor.begin_step(self._steps)
         self._live.prefetcher.begin_step(self.policy)
-        self._names.begin_step()
+        self._names.begin_step(is_next=self._live.unpacked)
+        self.entries.begin_step()
         self._is_prepared = False
         self._begin_pass(called)
         if 0 < len(dropped) <= MOST_DROPPED:
@@ -593,6 +602,11 @@ class Session:
         return not is_known and bool(self._forward.step.accounts) and not self.has_graph
 
     @property
+    def _is_skipped(self) -> bool:
+        """Whether the latest pass has saved something, and will have no backward pass for all that is known."""
+        return self._is_entered and self.has_graph and self.entries.are_all
+
+    @property
     def has_graph(self) -> bool:
         """Whether autograd holds anything that was saved."""
         return self._live.saved != 0 or (self._replaying is not None and self._replaying.alive != 0)
@@ -622,6 +636,8 @@ class Session:
                 self._pending.look_at_all()
                 self._end_recording()
             live.unpacked = True
+            is_replayed = self._replaying is not None and self._replaying.alive != 0
+            self.entries.begin_backward(self._live.saved_ever, sys.maxsize if is_replayed else self._live.saved)
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
             live.stashed_nbytes = live.nbytes

@@ -17,6 +17,13 @@ Note: [calls apart]
     together. Where a step begins is known if each ``with`` is a step, or each of them a pass, or if the number of
     passes is known.
 
+Note: [skipped passes]
+    Training loops skip batches: an error is caught, or a loss that is not finite is not differentiated. What such a
+    pass has saved may be alive as long as the next one runs, because the program's variable holds its loss. The next
+    pass is then not a further one of its step, whose modules are called a second time. So a step begins with a ``with``
+    that follows one which has raised, or as many as a step has had at most in the last RECENT ones. A pass of which
+    nothing is alive when backward begins was skipped as well.
+
 Note: [modules of known passes]
     In a pass that runs a script nobody asks for names, so nobody hears of module calls (Note: [no hooks in known
     passes] in modules.py). Names may be asked for inside of a module when the pass ends: it was given back, or it ends
@@ -30,7 +37,7 @@ Note: [modules of known passes]
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +56,52 @@ MOST_VARIANTS = 8
 
 There are several where a module is called more than once in a step, or where steps take turns.
 """
+
+RECENT = 16
+"""Steps of which it is remembered how many ``with`` they had."""
+
+
+class Entries:
+    """How often a Session is entered for a step (Note: [skipped passes])."""
+
+    __slots__ = ("_number", "_of_steps", "_saved_before", "is_broken")
+
+    def __init__(self) -> None:
+        self._number = 0  # in the step in progress
+        self._saved_before = 0  # how many tensors ever, when the latest one began
+        self._of_steps: deque[int] = deque(maxlen=RECENT)
+        self.is_broken = False  # the latest one has raised
+
+    @property
+    def are_all(self) -> bool:
+        """Whether the next one is of another step."""
+        return self.is_broken or (bool(self._of_steps) and self._number >= max(self._of_steps))
+
+    def add(self, saved_ever: int) -> None:
+        """A forward pass begins in one more.
+
+        Args:
+            saved_ever: how many tensors were saved, in all steps.
+        """
+        self._number += 1
+        self._saved_before = saved_ever
+        self.is_broken = False
+
+    def begin_step(self) -> None:
+        """The next one is the first of a step."""
+        self._number = 0
+
+    def begin_backward(self, saved_ever: int, alive: int) -> None:
+        """The step in progress has no more.
+
+        Args:
+            saved_ever: how many tensors were saved, in all steps.
+            alive: how many of them autograd holds.
+        """
+        if self._number:
+            is_alone = alive <= saved_ever - self._saved_before
+            self._of_steps.append(1 if is_alone else self._number)
+        self._number = 0
 
 
 class Frame:
@@ -363,13 +416,16 @@ class Names:
         if self._has_whole_steps:
             self._begin_cycle(0)
 
-    def begin_step(self) -> None:
-        """A forward pass begins after a backward pass: count nodes and calls from 0 again."""
-        cycle = self._cycle + 1
-        if self._is_fresh and self._has_whole_steps:
-            cycle = 0
-        elif not self._is_fresh:
-            self._has_whole_steps = True
+    def begin_step(self, is_next: bool) -> None:
+        """A forward pass begins: count nodes and calls from 0 again.
+
+        Args:
+            is_next: the one before it had its backward pass; else this one takes the place of that.
+        """
+        cycle = self._cycle
+        if is_next:
+            cycle = 0 if self._is_fresh and self._has_whole_steps else cycle + 1
+            self._has_whole_steps = self._has_whole_steps or not self._is_fresh
         self._is_fresh = False
         self._begin_cycle(cycle % self._cycles if self._cycles else cycle)
 

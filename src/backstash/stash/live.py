@@ -38,6 +38,7 @@ class Live:
         stashed_nbytes: bytes on the device when backward began.
         needed_nbytes: the least that the step takes while it works on some value that was stored.
         peak_nbytes: the most bytes on the device so far.
+        saved_ever: how many tensors were saved so far.
         unpacked: whether backward has begun.
         monitor: measures the gradient's error in the first steps, where that was asked for.
         watcher: is told of what happens to memory; None when nobody asked for that.
@@ -70,6 +71,7 @@ class Live:
         "prefetcher",
         "read_with_graph",
         "remake",
+        "saved_ever",
         "stashed_nbytes",
         "unpacked",
         "watcher",
@@ -92,6 +94,7 @@ class Live:
         self.beside: Callable[[], tuple[int, int]] | None = None
         self.remake: Callable[[Value, bool], Tensor] | None = None
         self._saved = self._nbytes = self._remade_nbytes = 0
+        self.saved_ever = 0
         self._losses: deque[tuple[int, int, int]] = deque()
 
     def _add_up(self) -> None:
@@ -153,6 +156,7 @@ class Live:
     def add_saved(self) -> None:
         """One more saved tensor."""
         self._saved += 1
+        self.saved_ever += 1
 
     def add(self, nbytes: int) -> None:
         """So many more bytes on the device; a negative number for fewer."""

@@ -35,6 +35,7 @@ from backstash import accelerator, repeatable
 from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.capture.modules import Signature, signature_of
+from backstash.capture.names import Entries
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
 from backstash.ops.backends import serving
 from backstash.planning.measure import link
@@ -190,6 +191,7 @@ class Budgeted(Following):
         self.given = plan
         self._steps = 0  # of Sessions that are not used any more
         self._keeping: dict[int, KeepForSurvey] = {}
+        self._entries = Entries()
         super().__init__(self.session_with(self.keeping(1) if plan is None else self._guarded(plan)))
         self._spare: Session | None = self._session  # for the first kind of steps
         self._open: list[Session] = []  # the Session that is open now, if any
@@ -655,7 +657,9 @@ class Budgeted(Following):
         """A new Session with that policy; with ``is_unhooked``, one that installs nothing."""
         if is_unhooked:
             return Unhooked(policy)
-        return Session(policy, **({"stop_if_useless": False} | self._options | options))
+        session = Session(policy, **({"stop_if_useless": False} | self._options | options))
+        session.entries = self._entries
+        return session
 
     def keeping(self, cycles: int) -> KeepForSurvey:
         """The policy for steps in which everything is kept, so that what a model has taught under it is found again.
