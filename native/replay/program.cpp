@@ -270,6 +270,7 @@ Call call_of(PyObject* object) {
                read.number("first"),
                read.number("saves"),
                {},
+               read.numbers("unknown"),
                noted_of(read.object("noted").get()),
                noted_of(read.object("cast").get())};
     read.each("nodes", [&](PyObject* node) { found.nodes.push_back(node_of(node)); });

@@ -212,6 +212,7 @@ struct Call {
     Object function;
     int first, saves;
     std::vector<NodeCheck> nodes;
+    std::vector<int> unknown;  // saves by nodes that are not found
     Noted noted, cast;  // how its results and what it saves inside are made, and how what it saves is converted
 };
 

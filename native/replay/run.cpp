@@ -1007,6 +1007,7 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     for (const Object& each : run->current) verify(*run, reinterpret_cast<Packed*>(each.get()));
     for (const NodeCheck& node : expected->nodes)  // in the order in which the long way names them
         for (const int save : node.saves) queue(*run, reinterpret_cast<Packed*>(run->current[save - expected->first].get()));
+    for (const int save : expected->unknown) queue(*run, reinterpret_cast<Packed*>(run->current[save - expected->first].get()));
     for (const bool is_cast : {true, false})
         if ((is_cast ? expected->cast : expected->noted).is_there)
             note(*run, static_cast<int>(number), is_cast, args, kwargs, result.get(), random_state);

@@ -187,7 +187,7 @@ _BETWEEN_STEPS = [
         BEFORE,
         replace_activation='block[1] = nn.ReLU() if variant == "A" else nn.Sigmoid()',
         replace_inplace='block[1] = nn.ReLU(inplace=variant == "A")',
-        replace_linear="if step % 3 == 2:\n    block[0] = nn.Linear(x.shape[3], x.shape[3])",
+        replace_linear="if step % 3 == 2:\n    block[0].zero_grad()\n    block[0] = nn.Linear(x.shape[3], x.shape[3])",
         append_module='if variant == "B":\n    block.append(nn.Tanh())',
         change_slope='leaky.negative_slope = 0.1 if variant == "A" else 0.3',
         change_dropping='dropping.p = 0.3 if variant == "A" else 0.6',

@@ -113,7 +113,7 @@ def program_code(program: Program) -> str:
     observed = ", ".join(["*parameters", *buffers, "*kept", "torch.get_rng_state()"])
     lines.append(f"{loop}    seen.append((gradients, [snapshot(value) for value in ({observed})]))")
     # Gradients that have graphs of their own (create_graph) and hooks that keep values would hold each other alive.
-    lines += ["    kept.clear()", "    optimizer.zero_grad()"]
+    lines += ["    kept.clear()", "    optimizer.zero_grad()", *(f"    {name}.zero_grad()" for name in modules)]
     return "\n".join(line for number, line in enumerate(lines) if line or number)
 
 

@@ -57,6 +57,9 @@ MOST_VARIANTS = 8
 There are several where a module is called more than once in a step, or where steps take turns.
 """
 
+UNKNOWN = "?"
+"""In the place of an op, where no node was found."""
+
 RECENT = 16
 """Steps of which it is remembered how many ``with`` they had."""
 
@@ -505,14 +508,14 @@ class Names:
         assert saved.dense is not None
         frame = self.current
         self._is_fresh = False
-        number = frame.counts.get("?", 0)
-        frame.counts["?"] = number + 1
+        number = frame.counts.get(UNKNOWN, 0)
+        frame.counts[UNKNOWN] = number + 1
         spec = TensorSpec.of(saved.dense)
         index = frame.label, type(None), number
         for known in self.learned.nodes.get(index, ()):
             if known.places[0].facts.spec == spec:
                 return known.places[0], True
-        place = Place(_facts(frame, "?", number, "saved", spec, formulas.VALUE))
+        place = Place(_facts(frame, UNKNOWN, number, "saved", spec, formulas.VALUE))
         if saved.origin.wrapping is None:
             self._remember(index, KnownNode(("saved",), [place], ()))
         return place, False

@@ -409,6 +409,7 @@ class KnownCall:
         function: what is called.
         first, saves: the number of the first save in it, and how many there are.
         nodes: what saves them.
+        unknown: the numbers of those that are saved by nodes that are not found, as by an operation in place on a view.
         noted: how it makes its results, and what it saves inside.
         cast: how autocast converts what it saves; in a tree, its number is that of the call behind those of all calls.
     """
@@ -417,6 +418,7 @@ class KnownCall:
     first: int
     saves: int = 0
     nodes: list[SavingNode] = field(default_factory=list)
+    unknown: tuple[int, ...] = ()
     noted: NotedCall | None = None
     cast: NotedCall | None = None
 

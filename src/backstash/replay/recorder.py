@@ -16,7 +16,7 @@ from torch import Tensor
 from backstash import repeatable
 from backstash.capture import naming
 from backstash.capture.forward import Forward
-from backstash.capture.names import ModuleEvent, Names
+from backstash.capture.names import UNKNOWN, ModuleEvent, Names
 from backstash.capture.observer import ends_pass
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
@@ -466,7 +466,7 @@ class _Writer:
             save.kind = SaveKind.LOOSE
             return save
         facts = saved.tensor
-        if save.call >= 0 and entry.node is None:
+        if save.call >= 0 and entry.node is None and facts.op != UNKNOWN:  # of which all is read, whoever reads it
             name = getattr(self._recorder.calls[save.call].function, "__name__", "a torch function")
             raise RefusedError(f"{name} has saved a tensor by a node that is not found")
         save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
@@ -707,8 +707,10 @@ class _Writer:
         return number, indices.get(id(weight), -1), indices.get(id(bias), -1)
 
     def _call(self, number: int, call: _Call) -> KnownCall:
-        cast = self._noted(number + len(self._recorder.calls))
-        return KnownCall(call.function, call.first, call.saves, call.nodes, self._noted(number), cast)
+        noted, cast = self._noted(number), self._noted(number + len(self._recorder.calls))
+        own = range(call.first, call.first + call.saves)
+        unknown = [each for each in own if self._entries[each].node is None and self._entries[each].save.value >= 0]
+        return KnownCall(call.function, call.first, call.saves, call.nodes, tuple(unknown), noted, cast)
 
     def _noted(self, number: int) -> NotedCall | None:
         if number not in self._used:
