@@ -52,6 +52,11 @@ PRODUCTS = frozenset(
 )
 """Operators for which a compiler calls a library, the same one in forward and backward."""
 
+_CASTING = frozenset(
+    f"aten::{name}" for name in ("add", "div", "mul", "native_dropout", "native_dropout_backward", "pow", "sub")
+)
+"""Operators that copy arguments of another dtype on a CPU."""
+
 _HEAVY = frozenset(f"aten::{name}" for name in ("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
 """Functions that Inductor does not compute twice on a CPU."""
 
@@ -142,7 +147,8 @@ class Joint:
             for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
         splits = fuses and (stores_sums or can_call_twice())
-        self.scratch = [scratch_nbytes(node) if splits else 0 for node in self.nodes]
+        held_by = scratch_nbytes if splits else _nothing if fuses else _cast_nbytes
+        self.scratch = [held_by(node) for node in self.nodes]
         self.in_rows: dict[int, int] = {}
         if splits:
             self._split_convolutions()
@@ -293,6 +299,24 @@ def _is_number(node: fx.Node) -> bool:
 
 def _nbytes(node: fx.Node) -> int:
     return spec_of(node.meta["val"]).nbytes if is_tensor_node(node) and not is_write(node) else 0
+
+
+def _nothing(node: fx.Node) -> int:
+    return 0
+
+
+def _cast_nbytes(node: fx.Node) -> int:
+    """Bytes of the copies that ATen makes on a CPU of arguments of another dtype than that in which it computes."""
+    vals = [each.meta["val"] for each in node.all_input_nodes if is_tensor_node(each)]
+    tensors = [each for each in vals if each.dim()]  # others promote nothing of their kind
+    if operator_name(node) not in _CASTING or not tensors or any(each.device.type != "cpu" for each in tensors):
+        return 0
+    if operator_name(node) == "aten::native_dropout":  # its mask is a result
+        return spec_of(tensors[0]).nbytes if node.args[2] is not False else 0
+    dtype = tensors[0].dtype
+    for each in tensors[1:]:
+        dtype = torch.promote_types(dtype, each.dtype)
+    return sum(spec_of(each).numel * dtype.itemsize for each in tensors if each.dtype is not dtype)
 
 
 def _flops(node: fx.Node) -> int:
