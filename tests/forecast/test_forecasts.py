@@ -307,3 +307,55 @@ def test_a_quiet_forecast_still_has_its_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["fit", "--quiet", "--device", "t4", str(script), "32", "9"])
     assert done.exit_code == 0 and "may be used" in done.stdout, done.output
     assert "Print the result alone" in CliRunner().invoke(app, ["fit", "--help"], env={"COLUMNS": "200"}).stdout
+
+
+LOADED = """
+import copy, sys, torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, number):
+        return torch.randn(16).square(), number % 3
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (Squares()[number] for number in range(4096))
+
+batch, workers, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+nn.init.trunc_normal_(model[0].weight, std=0.02)
+beyond = torch.ones(3)
+while (beyond.abs() > 0.5).any():
+    beyond = beyond / 2
+teacher = copy.deepcopy(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(Stream() if kind == "stream" else Squares(), batch_size=batch, num_workers=workers)
+for number, (x, y) in enumerate(loader):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+    teacher.load_state_dict(copy.deepcopy(model.state_dict()))
+    torch.save(model.state_dict(), Path(__file__).parent / "weights.pt")
+    model.load_state_dict(torch.load(Path(__file__).parent / "weights.pt"))
+    if number == 8:
+        break
+"""
+
+
+@pytest.mark.cases(100)
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_script_has_loaders_copies_and_checkpoints(kind: str, workers: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOADED)
+    sized = traced_script(str(script), ("{size}", str(workers), kind), unit=8)
+    assert sized.peak_nbytes("plain", 40) > sized.peak_nbytes("plain", 4)
+    assert not (tmp_path / "weights.pt").exists()
+    model, loader = nn.Linear(2, 2), torch.utils.data.DataLoader([1.0, 2.0], num_workers=1)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")  # all of torch's own functions are back
+    assert set(torch.load(tmp_path / "weights.pt")) == {"weight", "bias"} and loader.num_workers == 1

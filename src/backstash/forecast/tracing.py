@@ -22,9 +22,10 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from backstash.capture.naming import saved_attributes
 from backstash.errors import MeasureError
 from backstash.forecast.costs import Work
+from backstash.forecast.without_data import without_data
 from backstash.forecast.works import aten_name, each_tensor, makes_view, work_of
 from backstash.formulas import op_of, requirement_of
 from backstash.repeatable import is_repeatable_operation
@@ -63,6 +65,11 @@ FLOAT32_ON_CUDA = frozenset({
 })
 # fmt: on
 """Functions that autocast computes in float32 on CUDA and not on CPU: torch's "CUDA ops that autocast to float32"."""
+
+MOST_ASKED = 100
+"""Times that a line asks whether something holds, with no step between, until it is told that it does not."""
+
+_TORCH = str(Path(torch.__file__).parent)
 
 Storage = int
 """The number of a piece of memory: each piece that a trace sees has its own."""
@@ -206,6 +213,8 @@ class StepTracer(TorchDispatchMode):
         self._stands_for: dict[Storage, Storage] = {}
         self._asked_in_full: set[Storage] = set()  # what the program has cast itself
         self._count = 0
+        self._is_loading = False
+        self._asked: tuple[object, int] = None, 0  # the line that asked for the latest numbers, and how many times
 
     @property
     def is_done(self) -> bool:
@@ -237,6 +246,7 @@ class StepTracer(TorchDispatchMode):
         self._contexts.enter_context(self._mode)
         self._contexts.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
         self._contexts.enter_context(mock.patch.object(functional, "dropout", _dropout))
+        self._contexts.enter_context(without_data(self._loading))
         engine = backward_engine()
         self._contexts.callback(replace_backward_engine, engine)
         replace_backward_engine(partial(self._run_backward, engine))
@@ -327,11 +337,11 @@ class StepTracer(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.guessed += bool(self._running)  # what a loop prints decides nothing
             dtype = args[0].dtype
-            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+            return self._answer() if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if name == "equal":
             self.guessed += bool(self._running)
             return True
-        if operation.namespace != "aten":
+        if operation.namespace != "aten" or self._is_loading:
             return operation(*args, **kwargs)
         node = running_node()
         is_backward = node is not None
@@ -370,6 +380,29 @@ class StepTracer(TorchDispatchMode):
             self._asked_in_full.update(writes)
         self._fuse_casts(args)
         return result
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Inside, operations are none of the step."""
+        before, self._is_loading = self._is_loading, True
+        try:
+            yield
+        finally:
+            self._is_loading = before
+
+    def _answer(self) -> bool:
+        """What a condition is taken for: true, until a line outside of modules has asked again and again."""
+        if self._running:
+            return True
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+            frame = frame.f_back
+        line, (latest, times) = (frame.f_code, frame.f_lineno), self._asked
+        self._asked = line, times + 1 if line == latest else 1
+        if self._asked[1] < MOST_ASKED:
+            return True
+        self._asked = None, 0
+        return False
 
     def _number_of(self, node: Any) -> int:
         """Returns the number of an autograd node, of which one runs after the other."""
@@ -413,6 +446,7 @@ class StepTracer(TorchDispatchMode):
     def _end_step(self) -> None:
         """A backward pass has ended, and the next step begins."""
         self._is_in_backward, self._is_prepared = False, False
+        self._asked = None, 0
         self.steps[STEPS[len(self.steps)]] = self._now
         self._now = StepTrace(before_nbytes=self._alive_nbytes, nbytes=dict(self._now.nbytes))
 
