@@ -67,6 +67,11 @@ def test_what_cannot_be_found_is_said() -> None:
         fit(budget=1000, start=64)
     with pytest.raises(PlanError, match="'60%', but that is a share of a peak that grows with the batch"):
         fit(budget="60%")
+    for wrong in (0, -1):
+        with pytest.raises(PlanError, match=rf"asked for start={wrong}, but a batch has examples\. Pass 1 or more"):
+            fit(budget="1MiB", start=wrong)
+    with pytest.raises(PlanError, match="'reordered' is a choice of a whole step, which backstash.plan alone proves"):
+        fit(budget="1MiB", allow="reordered")
     with pytest.raises(PlanError, match="asked for grain=0, but a batch has examples"):
         fit(budget="1MiB", grain=0)
     with pytest.raises(PlanError, match="batches from 8 to 4, but there are none"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backstash as bs
+from backstash.errors import BudgetError
 from backstash.planning.run import budgeted, course
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.run.within import Within
@@ -127,3 +129,33 @@ def test_a_budget_error_names_a_budget_that_is_kept() -> None:
 
     assert bs.measure(planned).peak_nbytes <= smallest
     assert bs.plan(profile, plain, allow=("lossless",)).is_empty
+
+
+class Standardised(nn.Linear):
+    """A layer that makes its weight anew in each step, between two readers of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean(1, keepdim=True)
+        return F.linear(input, weight / (self.weight.std(1, keepdim=True) + 1e-5), self.bias)
+
+
+def test_a_refused_loop_names_a_budget_that_is_kept(compiles_nothing: None) -> None:
+    """The leanest plan takes more than it predicts here."""
+
+    def trained(budget: int | str) -> bs.Budgeted:
+        torch.manual_seed(0)
+        layers = (layer for _ in range(5) for layer in (Standardised(128, 128), nn.ReLU()))
+        model, budgeted = nn.Sequential(*layers, nn.Linear(128, 10)), bs.Budgeted(budget, min_nbytes=1024)
+        for _ in range(80):
+            model.zero_grad()
+            with budgeted:
+                loss = F.cross_entropy(model(torch.randn(128, 128)), torch.randint(10, (128,)))
+            loss.backward()
+        return budgeted
+
+    with pytest.raises(BudgetError, match="But pass more: a step under the leanest plan has reached") as refused:
+        trained("1%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(refused.value.smallest_nbytes).found
+    assert 0 < found.reached_nbytes <= found.budget_nbytes == refused.value.smallest_nbytes

@@ -18,7 +18,7 @@ from backstash.forecast.fitting import Fit, Fits
 from backstash.forecast.program import SIZE, traced_script
 from backstash.forecast.sizes import SizedSteps
 from backstash.integrations.launcher import require_script
-from backstash.planning.model.budget import families
+from backstash.planning.model.budget import REORDERED, families
 from backstash.stash.tables import amount, table
 
 
@@ -61,7 +61,8 @@ def fit(
         cards = [card_named(name) for name in words(device)]
         if not cards:
             raise typer.BadParameter("no card is named", param_hint="--device")
-        if needing_numbers := sorted({"bounded", "reordered"}.intersection(families(words(allow)))):
+        reordered = [word for word in words(allow) if word == REORDERED]
+        if needing_numbers := reordered or sorted({"bounded"}.intersection(families(words(allow)))):
             raise typer.BadParameter(
                 f"{needing_numbers[0]} changes gradients, which is measured on numbers, and nothing is computed here: "
                 f"leave it out, and plan with it on the card",

@@ -309,7 +309,7 @@ class Replaying:
         if learned.script is not None:
             alone = sum(taken is False for taken in self._native.counts() or ())
             return f"{learned.script}\n{alone} values went the long way alone in the latest pass"
-        why = f": {learned.refusal}" if learned.refusal else f" until {learned.needed} equal steps were seen"
+        why = f": {learned.refusal}" if learned.refusal else f" until {max(1, learned.needed)} equal steps were seen"
         return f"nothing is replayed{why}"
 
     def fill(self) -> None:

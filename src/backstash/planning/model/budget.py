@@ -87,7 +87,7 @@ def families(allow: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the words of :data:`ALLOW` that a user's words need: a codec with an error is one of ``"bounded"``.
 
     Raises:
-        PlanError: a word is neither in :data:`ALLOW` nor the name of a codec.
+        PlanError: a word is neither in :data:`ALLOW` nor the name of a codec; or it is :data:`REORDERED`.
 
     Example:
         >>> families(("recompute", "blockquant4", "zvc"))
@@ -100,6 +100,11 @@ def families(allow: str | Sequence[str]) -> tuple[str, ...]:
         )
     words = (allow,) if isinstance(allow, str) else tuple(allow)
     for word in words:
+        if word == REORDERED:
+            raise PlanError(
+                f"a plan was asked for with allow={allow!r}, but {REORDERED!r} is a choice of a whole step, which "
+                f"backstash.plan alone proves. Leave it out here, and use rewrites.chunked_loss."
+            )
         if word not in ALLOW and codec_named(word) is None:
             several = tuple(part.strip() for part in word.split(","))
             meant = nearest(word, ALLOW) if len(several) == 1 else f" Several words are a tuple: allow={several}."

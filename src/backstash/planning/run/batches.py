@@ -95,9 +95,9 @@ def fit_batch(
     """
     check_device(device, "fit_batch was asked for")
     for number, name in ((start, "start"), (grain, "grain"), *(() if most is None else ((most, "most"),))):
+        if type(number) is int and number < 1:
+            raise PlanError(f"fit_batch was asked for {name}={number}, but a batch has examples. Pass 1 or more.")
         check_count(number, name, "examples", "fit_batch")
-        if not number:
-            raise PlanError(f"fit_batch was asked for {name}=0, but a batch has examples. Pass 1 or more.")
     if most is not None and most < start:
         raise PlanError(f"fit_batch was asked for batches from {start} to {most}, but there are none. Raise most=.")
     if isinstance(budget, str) and bytes_in(budget, 1) is not None and bytes_in(budget, 1) != bytes_in(budget, 2):

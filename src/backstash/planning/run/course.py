@@ -845,9 +845,10 @@ class Course:
             BudgetError: there is no plan yet, or the budget is ``strict``.
         """
         bucket, owner = self._bucket, self._owner
-        reached = bucket.found.reached_nbytes
-        if 0 < reached < error.smallest_nbytes:
-            said = f"{error} A step under the leanest plan has reached {reached} bytes ({size(reached)})."
+        reached = min(bucket.found.reached_nbytes, bucket.found.plain_nbytes)
+        if 0 < reached != error.smallest_nbytes:
+            but = "A" if reached < error.smallest_nbytes else "But pass more: a"
+            said = f"{error} {but} step under the leanest plan has reached {reached} bytes ({size(reached)})."
             error = BudgetError(said, reached, error.seconds, error.plan)
         if is_first or owner.strict:
             if is_first:

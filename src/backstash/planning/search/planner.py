@@ -247,7 +247,7 @@ class Planner:
         lowest = self._lowest()
         least = min(self._predicted(lowest), self.profile.plain_peak_nbytes)  # for which the plan is to keep everything
         smallest = self._plan(least, lowest)
-        floor = self.floor_nbytes
+        floor = min(self.floor_nbytes, least)  # which may have been seen to take less
         held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
         raise BudgetError(
             f"a plan was asked for within {size(nbytes)} ({nbytes} bytes) above what is held before the step, allowing "
