@@ -175,6 +175,7 @@ ALLOWED: dict[str, set[str]] = {
         "redeem",
         "capture.leaving",
         "capture.modules",
+        "capture.names",
         "capture.naming",
         "capture.passes",
         "gradient_error",

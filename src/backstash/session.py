@@ -20,7 +20,6 @@ Note: [ownership]
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -422,14 +421,15 @@ class Session:
             self._names.learned = learned.learned_of(module, self._settings)
             self._use_learned_size()
         if torch.is_grad_enabled() and not in_backward():
-            if self._live.unpacked or self._is_dropped or self._is_skipped:
+            begins = self._live.unpacked or self._is_dropped or self._is_skipped
+            if begins:
                 self._begin_step(called)
             elif self._steps == 0 and self._replaying is not None and not self._forward.is_idle:
                 self._before_save()
                 self._begin_pass(called)
             if self._is_entered:
                 self._is_entered = False
-                self.entries.add(self._live.saved_ever)
+                self.entries.add(begins, self._live.saved_ever)
         assert self._hooks is not None
         may_idle = self._may_idle()
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
@@ -503,7 +503,6 @@ class Session:
             self._live.monitor.begin_step(self._steps)
         self._live.prefetcher.begin_step(self.policy)
         self._names.begin_step(is_next=self._live.unpacked)
-        self.entries.begin_step()
         self._is_prepared = False
         self._begin_pass(called)
         if 0 < len(dropped) <= MOST_DROPPED:
@@ -636,8 +635,7 @@ class Session:
                 self._pending.look_at_all()
                 self._end_recording()
             live.unpacked = True
-            is_replayed = self._replaying is not None and self._replaying.alive != 0
-            self.entries.begin_backward(self._live.saved_ever, sys.maxsize if is_replayed else self._live.saved)
+            self.entries.begin_backward(live, self._replaying)
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
             live.stashed_nbytes = live.nbytes

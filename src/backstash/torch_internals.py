@@ -623,6 +623,41 @@ def without_numbers() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_data(loading: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Inside, loaders load in this process, and numbers of a truncated normal distribution are drawn without a loop.
+
+    Args:
+        loading: what is entered around all that a loader does for a batch.
+    """
+    from torch.utils.data import _utils, dataloader  # with what it needs of multiprocessing
+
+    def iterator(loader: Any) -> Any:
+        loader.num_workers, loader.timeout, loader.prefetch_factor = 0, 0, None
+        return dataloader._SingleProcessDataLoaderIter(loader)
+
+    def inside(fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def fetched(*args: Any) -> Any:
+            with loading():
+                return fetch(*args)
+
+        return fetched
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.normal_()
+
+    fetch = _utils.fetch
+    by_number, in_turn = fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher
+    with (
+        mock.patch.object(dataloader.DataLoader, "_get_iterator", iterator),
+        mock.patch.object(by_number, "fetch", inside(by_number.fetch)),
+        mock.patch.object(in_turn, "fetch", inside(in_turn.fetch)),
+        mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", drawn),
+    ):
+        yield
+
+
 def record_operators(is_wanted: bool) -> None:
     """Has the profiler that this thread has started record operators from now on, or memory alone."""
     _toggle_collection(is_wanted, {torch.profiler.ProfilerActivity.CPU})

@@ -48,6 +48,7 @@ from backstash import formulas
 from backstash.capture import modules
 from backstash.capture.learned import Learned
 from backstash.saved import SavedTensor, TensorSpec
+from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
 
@@ -80,30 +81,29 @@ class Entries:
         """Whether the next one is of another step."""
         return self.is_broken or (bool(self._of_steps) and self._number >= max(self._of_steps))
 
-    def add(self, saved_ever: int) -> None:
+    def add(self, begins_step: bool, saved_ever: int) -> None:
         """A forward pass begins in one more.
 
         Args:
+            begins_step: it is the first one of a step.
             saved_ever: how many tensors were saved, in all steps.
         """
-        self._number += 1
+        self._number = 1 if begins_step else self._number + 1
         self._saved_before = saved_ever
         self.is_broken = False
 
-    def begin_step(self) -> None:
-        """The next one is the first of a step."""
-        self._number = 0
-
-    def begin_backward(self, saved_ever: int, alive: int) -> None:
+    def begin_backward(self, live: Live, replaying: Any) -> None:
         """The step in progress has no more.
 
         Args:
-            saved_ever: how many tensors were saved, in all steps.
-            alive: how many of them autograd holds.
+            live: the totals of the Session.
+            replaying: what has packed for scripts, of which there are no such totals; None for nothing.
         """
+        if self._number > 1 and (replaying is None or not replaying.alive):
+            is_alone = live.saved <= live.saved_ever - self._saved_before
+            self._number = 1 if is_alone else self._number
         if self._number:
-            is_alone = alive <= saved_ever - self._saved_before
-            self._of_steps.append(1 if is_alone else self._number)
+            self._of_steps.append(self._number)
         self._number = 0
 
 

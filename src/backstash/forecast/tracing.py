@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash.capture.naming import saved_attributes
 from backstash.errors import MeasureError
+from backstash.forecast.checkpoints import without_files
 from backstash.forecast.costs import Work
-from backstash.forecast.without_data import without_data
 from backstash.forecast.works import aten_name, each_tensor, makes_view, work_of
 from backstash.formulas import op_of, requirement_of
 from backstash.repeatable import is_repeatable_operation
@@ -51,6 +51,7 @@ from backstash.torch_internals import (
     push_saved_tensor_hooks,
     replace_backward_engine,
     running_node,
+    without_data,
     without_numbers,
 )
 
@@ -247,6 +248,7 @@ class StepTracer(TorchDispatchMode):
         self._contexts.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
         self._contexts.enter_context(mock.patch.object(functional, "dropout", _dropout))
         self._contexts.enter_context(without_data(self._loading))
+        self._contexts.enter_context(without_files())
         engine = backward_engine()
         self._contexts.callback(replace_backward_engine, engine)
         replace_backward_engine(partial(self._run_backward, engine))
