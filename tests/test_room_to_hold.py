@@ -17,11 +17,11 @@ def test_nothing_is_held_before_backward_has_freed_something() -> None:
 def test_there_is_room_below_what_a_larger_value_needs_later() -> None:
     live = Live()
     live.add(10)
-    live.will_need(50)  # stored first, so backward reaches it last: 10 bytes are left then, and three of its size
+    live.will_need(140)  # stored first, so backward reaches it last: 10 bytes are left then, and the value
     live.add(60)
     live.will_need(4)
     live.stashed_nbytes = 70
-    assert live.may_hold(20)  # 70 + 20, and three of its size at work, are below 160
-    assert not live.may_hold(23)
+    assert live.may_hold(20)  # 70 + 20, and three of its size at work, are 150
+    assert not live.may_hold(21)
     live.add_remade(20)
     assert not live.may_hold(20)

@@ -151,6 +151,6 @@ bool Session::may_hold(int64_t more) {
     return all <= stashed_nbytes || all + WORK * more <= needed_nbytes;
 }
 
-void Session::will_need(int64_t dense) { needed_nbytes = std::max(needed_nbytes, nbytes + others_nbytes + WORK * dense); }
+void Session::will_need(int64_t dense) { needed_nbytes = std::max(needed_nbytes, nbytes + others_nbytes + dense); }
 
 }  // namespace backstash::replay

@@ -109,6 +109,26 @@ def test_copies_of_masks_are_counted() -> None:
     assert abs(estimated(ours) - counted / 2**20) < 0.03 * estimated(ours)
 
 
+class Normed(nn.Module):
+    """A residual block whose sums may be rounded, and are read otherwise once more is made from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm(x))))
+        return found
+
+
+def test_a_policy_that_may_round_keeps_what_one_that_may_not_keeps() -> None:
+    torch.manual_seed(0)
+    blocks = nn.Linear(32, 64), nn.GELU(), *(Normed() for _ in range(4)), nn.Linear(64, 10)
+    model, x = Loss(*blocks), torch.randn(2048, 32)
+    exact, rounding = (step(model, lambda net: net(x), "40%", policy)[2] for policy in ("lossless", "quantized"))
+    assert rounding <= 1.02 * exact
+
+
 def test_random_numbers_are_not_drawn_again() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.4), nn.Tanh()) for _ in range(4)))

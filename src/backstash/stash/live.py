@@ -140,10 +140,10 @@ class Live:
     def will_need(self, nbytes: int) -> None:
         """A value of so many dense bytes was stored in a smaller form, as the latest of those on the device.
 
-        Backward will reach it when these are all that is left. Then there are the value itself, its gradient, and that
-        of what it was computed from.
+        Backward will reach it when these are all that is left, and then there is the value itself. Gradients will be
+        there as well, which are not counted: there are others now, of weights too, of which nobody here knows.
         """
-        self.needed_nbytes = max(self.needed_nbytes, self.nbytes + WORK * nbytes)
+        self.needed_nbytes = max(self.needed_nbytes, self.nbytes + nbytes)
 
     def may_hold(self, nbytes: int) -> bool:
         """Whether so many more remade bytes leave the peak where it is.
