@@ -50,7 +50,8 @@ class Dct:
         stored as Zvc stores elements: ``mask`` uint8 [8 * blocks], ``offsets`` int64 [ceil(blocks / 64)], ``values``
         uint8 [nonzeros].
     Bytes: 8 * blocks + 8 * ceil(blocks / 64) + nonzeros + 4 * images.
-    Determinism: the same planes for equal bytes on one device, as far as its matrix products are deterministic.
+    Determinism: the same planes on every device: products are added up from the first to the last, whatever the
+        settings for matrix products are.
     Source: JPEG-ACT (ISCA 2020): the transform, tables of powers of two (optL for the first epochs, optH after them)
         and zero-value compression in place of Huffman codes. Ours scales every image of its own by its largest
         magnitude, not every channel to a fixed range, so that nothing is clamped; does not round to 8 bits before the
@@ -122,7 +123,7 @@ class Dct:
         padded[:, :height, :width] = images / divisors * LARGEST
         blocks = padded.view(-1, rows, SIDE, columns, SIDE).transpose(2, 3).reshape(-1, SIDE, SIDE)
         basis = _basis(x)
-        coefficients = basis @ blocks @ basis.T
+        coefficients = _from_left(basis, _from_right(blocks, basis.T))
         codes = (coefficients / self._steps(x)).round().clamp(-LARGEST, LARGEST).to(torch.int8)
         mask, offsets, values = ops.zvc_encode(codes.view(-1).view(torch.uint8))
         return Encoded(self.id, spec, {"mask": mask, "offsets": offsets, "values": values, "scales": scales})
@@ -141,10 +142,11 @@ class Dct:
         ops.zvc_decode(planes["mask"], planes["offsets"], planes["values"], codes)
         basis = _basis(out)
         coefficients = codes.view(torch.int8).view(-1, SIDE, SIDE).float() * self._steps(out)
-        blocks = basis.T @ coefficients @ basis
+        blocks = _from_right(_from_left(basis.T, coefficients), basis)
         rows, columns = -(-height // SIDE), -(-width // SIDE)
         padded = blocks.view(-1, rows, columns, SIDE, SIDE).transpose(2, 3).reshape(-1, rows * SIDE, columns * SIDE)
-        images = (padded[:, :height, :width] / LARGEST).clamp(-1, 1) * planes["scales"][:, None, None]
+        unit = torch.tensor(1 / LARGEST, dtype=torch.float32, device=out.device)
+        images = (padded[:, :height, :width] * unit).clamp(-1, 1) * planes["scales"][:, None, None]
         flat(out).copy_(images.view(outer, inner, height, width).movedim(1, 3).reshape(-1))
         return out
 
@@ -187,3 +189,15 @@ def _blocks(outer: int, height: int, width: int, inner: int) -> int:
 
 def _basis(x: Tensor) -> Tensor:
     return torch.tensor(BASIS, dtype=torch.float32, device=x.device).view(SIDE, SIDE)
+
+
+def _from_right(blocks: Tensor, by: Tensor) -> Tensor:
+    """``blocks @ by``."""
+    first, *others = (blocks[:, :, k, None] * by[k] for k in range(SIDE))
+    return sum(others, first)
+
+
+def _from_left(by: Tensor, blocks: Tensor) -> Tensor:
+    """``by @ blocks``."""
+    first, *others = (by[:, k, None] * blocks[:, None, k] for k in range(SIDE))
+    return sum(others, first)

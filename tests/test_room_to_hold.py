@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+from torch.nn import functional
+
+import backstash as bs
+from backstash.papers.comet import comet
+from backstash.report.meter import CountedPeak
 from backstash.stash.live import Live
+from tests import networks
 
 
 def test_nothing_is_held_before_backward_has_freed_something() -> None:
     live = Live()
     live.add(100)
     live.stashed_nbytes = 100
-    assert not live.may_hold(1)
+    assert not live.has_room(1)
     live.add(-40)
-    assert live.may_hold(40) and not live.may_hold(41)
-
-
-def test_there_is_room_below_what_a_larger_value_needs_later() -> None:
-    live = Live()
-    live.add(10)
-    live.will_need(140)  # stored first, so backward reaches it last: 10 bytes are left then, and the value
-    live.add(60)
-    live.will_need(4)
-    live.stashed_nbytes = 70
-    assert live.may_hold(20)  # 70 + 20, and three of its size at work, are 150
-    assert not live.may_hold(21)
+    assert live.has_room(40) and not live.has_room(41)
     live.add_remade(20)
-    assert not live.may_hold(20)
+    assert live.has_room(20) and not live.has_room(21)
+
+
+def _last_peak() -> tuple[int, int]:
+    """The counted peak of the last of some steps, and how many values were decoded or made again in it."""
+    torch.manual_seed(0)
+    model, x = networks.build("resnet18"), torch.randn(8, 3, 96, 96)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    policy = comet("conv+norm", 0.01, 2, "szp", optimizer)
+    session = bs.Session(policy, model=model, min_nbytes=1024, stop_if_useless=False)
+    for _ in range(6):
+        with CountedPeak() as counted:
+            with session:
+                loss = functional.cross_entropy(model(x), torch.arange(len(x)))
+            loss.backward()
+            del loss
+        optimizer.step()
+    return counted.peak_nbytes, sum(account.decodes for account in session.accounts.accounts)
+
+
+def test_what_is_held_raises_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, decodes = _last_peak()
+    monkeypatch.setattr(Live, "has_room", lambda self, nbytes: False)
+    alone, more_decodes = _last_peak()
+    assert held <= alone and decodes <= more_decodes

@@ -8,7 +8,6 @@ namespace backstash::replay {
 namespace {
 
 constexpr int64_t LARGE = 1 << 20;  // as in buffers.py
-constexpr int64_t WORK = 3;         // as in live.py
 
 }  // namespace
 
@@ -138,19 +137,10 @@ void Session::add(int64_t more) {
     if (more > 0) peak_nbytes = std::max(peak_nbytes, nbytes + others_nbytes);
 }
 
-int64_t Session::all_nbytes(int64_t more) {
+bool Session::has_room(int64_t more) {
     if (others_nbytes != 0)  // values that went the long way may have died since
         others_nbytes = PyLong_AsLongLong(call(others.get()).get());
-    return nbytes + others_nbytes + remade_nbytes + more;
+    return nbytes + others_nbytes + remade_nbytes + more <= stashed_nbytes;
 }
-
-bool Session::has_room(int64_t more) { return all_nbytes(more) <= stashed_nbytes; }
-
-bool Session::may_hold(int64_t more) {
-    const int64_t all = all_nbytes(more);
-    return all <= stashed_nbytes || all + WORK * more <= needed_nbytes;
-}
-
-void Session::will_need(int64_t dense) { needed_nbytes = std::max(needed_nbytes, nbytes + others_nbytes + dense); }
 
 }  // namespace backstash::replay

@@ -237,7 +237,7 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     replayer.session->rows = Rows();  // a graph's memory is its own
     auto& comparisons = replayer.session->comparisons;
     while (comparisons.size() > MOST_FAILED) comparisons.erase(comparisons.begin());
-    replayer.session->stashed_nbytes = replayer.session->needed_nbytes = 0;
+    replayer.session->stashed_nbytes = 0;
     run->taken->resize(run->values.size());
     replayer.taken = run->taken;
     replayer.run = std::move(run);

@@ -176,7 +176,6 @@ Value value_of(PyObject* object) {
     value.contents = read.number("contents");
     value.nbytes = read.integer("nbytes");
     value.is_whole = read.flag("is_whole");
-    value.reads_value = read.flag("reads_value");
     value.is_exact_form = read.flag("is_exact_form");
     value.shares = read.flag("shares");
     value.whole = layout_at(read, "whole", nullptr);

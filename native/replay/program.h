@@ -153,7 +153,7 @@ struct Value {
     Program program;
     int members, strongest, contents;  // how many saves, which is the strongest, and the register of what it holds
     int64_t nbytes;
-    bool is_whole, reads_value, is_exact_form;
+    bool is_whole, is_exact_form;
     bool shares;                       // what is made again is held for all who read it
     Layout whole, decoded;             // the whole storage, and as it is decoded
     Object key, codec, mask, ways;     // ways: what Python knows of the codec

@@ -304,7 +304,7 @@ at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
     at::Tensor whole;
     if (slot->state == State::remade) {
         whole = make_again(*slot);
-        if (!ahead || session.may_hold(storage_nbytes(whole))) hold_made(*slot, detached(whole));
+        if (!ahead || session.has_room(storage_nbytes(whole))) hold_made(*slot, detached(whole));
         for (const auto& leaf : slot->leaves) {
             if (leaf->state != State::remade || leaf->made.defined()) continue;
             session.buffers.shrink();  // there was no room for them
@@ -315,7 +315,7 @@ at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
         const bool is_view = borrows && slot->value.has_view;
         const int64_t nbytes = static_cast<int64_t>(whole.nbytes());
         const bool is_small = slot->unread > 1 && nbytes < SMALLEST;
-        const bool is_early = ahead && slot->unread != 0 && session.may_hold(2 * nbytes);
+        const bool is_early = ahead && slot->unread != 0 && session.has_room(2 * nbytes);
         if (!is_view && (is_small || is_early)) hold_made(*slot, detached(whole));
     }
     session.buffers.filled(slot, whole);

@@ -434,7 +434,6 @@ void let_go(Slot& slot, int64_t nbytes) {
     }
     slot.session->add(nbytes - slot.held_nbytes);
     slot.held_nbytes = nbytes;
-    if (slot.value.reads_value && !slot.value.shares) slot.session->will_need(slot.value.nbytes);
 }
 
 at::Tensor plane_of(int64_t numel, at::ScalarType dtype) {  // see ops/cpu/planes.new_plane

@@ -160,7 +160,7 @@ struct Session {
     BACKSTASH_CALLBACKS(BACKSTASH_DECLARE)
 #undef BACKSTASH_DECLARE
     Object lock;
-    int64_t nbytes = 0, remade_nbytes = 0, peak_nbytes = 0, stashed_nbytes = 0, needed_nbytes = 0, others_nbytes = 0;
+    int64_t nbytes = 0, remade_nbytes = 0, peak_nbytes = 0, stashed_nbytes = 0, others_nbytes = 0;
     int64_t alive = 0;
     bool is_unpacked = false, stops = false;  // the policy says something else from now on
     // By the storage of what the program may still change, in this pass or later, the values that are made again from it;
@@ -174,11 +174,6 @@ struct Session {
 
     void add(int64_t more);
     bool has_room(int64_t more);
-    bool may_hold(int64_t more);
-    void will_need(int64_t dense);
-
-private:
-    int64_t all_nbytes(int64_t more);         // that there are with so many more, in the backward pass
 };
 
 // What a storage held at one version.

@@ -176,7 +176,7 @@ class Session:
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
-        self.entries = Entries()  # which the Sessions of one loop share
+        self._entries = Entries()  # which the Sessions of one loop share
         self._is_entered = False  # and no forward pass has begun since
         self._hooks: hooks.Hooks | None = None
         self._entry: leaving.Entrance | None = None
@@ -257,7 +257,7 @@ class Session:
         self._entry.is_over = True
         if error is not None:
             self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0, 0)
-            self.entries.is_broken = True
+            self._entries.is_broken = True
         leaving.to_the_end(self._leave_entry)
 
     def _leave_entry(self) -> None:
@@ -429,7 +429,7 @@ class Session:
                 self._begin_pass(called)
             if self._is_entered:
                 self._is_entered = False
-                self.entries.add(begins, self._live.saved_ever)
+                self._entries.add(begins, self._live)
         assert self._hooks is not None
         may_idle = self._may_idle()
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
@@ -495,7 +495,7 @@ class Session:
             self._learn()
         self._reading.is_simple = False
         # There is room for nothing before backward has freed something.
-        self._live.stashed_nbytes = self._live.needed_nbytes = 0
+        self._live.stashed_nbytes = 0
         self._steps += 1
         self._compare()
         self.policy.begin_step()
@@ -603,7 +603,7 @@ class Session:
     @property
     def _is_skipped(self) -> bool:
         """Whether the latest pass has saved something, and will have no backward pass for all that is known."""
-        return self._is_entered and self.has_graph and self.entries.are_all
+        return self._is_entered and self.has_graph and self._entries.are_all
 
     @property
     def has_graph(self) -> bool:
@@ -635,7 +635,7 @@ class Session:
                 self._pending.look_at_all()
                 self._end_recording()
             live.unpacked = True
-            self.entries.begin_backward(live, self._replaying)
+            self._entries.begin_backward(live, self._replaying)
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
             live.stashed_nbytes = live.nbytes

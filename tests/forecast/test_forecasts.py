@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from backstash.cli.commands import app
 from backstash.errors import MeasureError, UnknownNameError
+from backstash.forecast import tracing
 from backstash.forecast.cards import CARDS, card_named
 from backstash.forecast.costs import Clock, Work
 from backstash.forecast.fitting import Fits
@@ -320,7 +321,9 @@ class Squares(Dataset):
         return 4096
 
     def __getitem__(self, number):
-        return torch.randn(16).square(), number % 3
+        x = torch.randn(16).square()
+        assert (x >= 0).all()
+        return x, number % 3
 
 class Stream(IterableDataset):
     def __iter__(self):
@@ -350,7 +353,10 @@ for number, (x, y) in enumerate(loader):
 @pytest.mark.cases(100)
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_script_has_loaders_copies_and_checkpoints(kind: str, workers: int, tmp_path: Path) -> None:
+def test_a_script_has_loaders_copies_and_checkpoints(
+    kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "MOST_ASKED", 20)
     script = tmp_path / "train.py"
     script.write_text(LOADED)
     sized = traced_script(str(script), ("{size}", str(workers), kind), unit=8)
@@ -359,3 +365,17 @@ def test_a_script_has_loaders_copies_and_checkpoints(kind: str, workers: int, tm
     model, loader = nn.Linear(2, 2), torch.utils.data.DataLoader([1.0, 2.0], num_workers=1)
     torch.save(model.state_dict(), tmp_path / "weights.pt")  # all of torch's own functions are back
     assert set(torch.load(tmp_path / "weights.pt")) == {"weight", "bias"} and loader.num_workers == 1
+
+
+def test_a_line_may_ask_of_every_weight() -> None:
+    """A network has hundreds of weights; a loop that would never end is told so sooner the second time."""
+    weights = [torch.zeros(2) for _ in range(500)]
+    with StepTracer():
+        assert all(bool((weight == 0).all()) for weight in weights)
+        asked = []
+        for _ in range(3):
+            number = 0
+            while (weights[0] == 0).any():
+                number += 1
+            asked.append(number)
+    assert asked == [tracing.MOST_ASKED - 1, 1, 1]

@@ -82,7 +82,8 @@ def test_a_plan_knows_the_passes_behind_a_skipped_one(how: str, rate: float, com
             weights, _, _ = _train(how, rate, budgeted)
         found = budgeted.found
         assert found.plan is not None and not found.plan.unknown
-        assert found.reached_nbytes <= found.budget_nbytes  # 0 where each step that was counted has raised
+        assert found.reached_nbytes <= found.budget_nbytes
+        assert found.reached_nbytes > 0 or (how, rate) == ("raised", 0.3)  # there each step that was counted has raised
     finally:
         budgeted.close()
     assert all(map(equal_bits, weights, _train(how, rate, None)[0]))

@@ -68,11 +68,12 @@ RECENT = 16
 class Entries:
     """How often a Session is entered for a step (Note: [skipped passes])."""
 
-    __slots__ = ("_number", "_of_steps", "_saved_before", "is_broken")
+    __slots__ = ("_latest", "_number", "_of_steps", "is_broken")
 
     def __init__(self) -> None:
         self._number = 0  # in the step in progress
-        self._saved_before = 0  # how many tensors ever, when the latest one began
+        # Of the latest one the id of its Session's totals, and how many tensors that had saved ever.
+        self._latest = 0, 0
         self._of_steps: deque[int] = deque(maxlen=RECENT)
         self.is_broken = False  # the latest one has raised
 
@@ -81,15 +82,15 @@ class Entries:
         """Whether the next one is of another step."""
         return self.is_broken or (bool(self._of_steps) and self._number >= max(self._of_steps))
 
-    def add(self, begins_step: bool, saved_ever: int) -> None:
+    def add(self, begins_step: bool, live: Live) -> None:
         """A forward pass begins in one more.
 
         Args:
             begins_step: it is the first one of a step.
-            saved_ever: how many tensors were saved, in all steps.
+            live: the totals of the Session.
         """
         self._number = 1 if begins_step else self._number + 1
-        self._saved_before = saved_ever
+        self._latest = id(live), live.saved_ever
         self.is_broken = False
 
     def begin_backward(self, live: Live, replaying: Any) -> None:
@@ -99,9 +100,9 @@ class Entries:
             live: the totals of the Session.
             replaying: what has packed for scripts, of which there are no such totals; None for nothing.
         """
-        if self._number > 1 and (replaying is None or not replaying.alive):
-            is_alone = live.saved <= live.saved_ever - self._saved_before
-            self._number = 1 if is_alone else self._number
+        of, before = self._latest
+        if self._number > 1 and of == id(live) and (replaying is None or not replaying.alive):
+            self._number = 1 if live.saved <= live.saved_ever - before else self._number
         if self._number:
             self._of_steps.append(self._number)
         self._number = 0

@@ -6,6 +6,7 @@ Copies of tensors are made without a look at their memory. Checkpoints are not w
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,14 +19,17 @@ from torch import Tensor
 @contextmanager
 def without_files() -> Iterator[None]:
     """Inside, ``copy.deepcopy`` copies tensors that have no numbers, and what is saved is kept in place of a file."""
-    saved: dict[str, Any] = {}
+    saved: dict[Any, Any] = {}  # by path, or by the open file
     load = torch.load
 
+    def key_of(where: Any) -> Any:
+        return os.fspath(where) if isinstance(where, os.PathLike) else where
+
     def keep(what: Any, where: Any, *args: Any, **kwargs: Any) -> None:
-        saved[str(where)] = what
+        saved[key_of(where)] = what
 
     def kept(where: Any, *args: Any, **kwargs: Any) -> Any:
-        return saved[str(where)] if str(where) in saved else load(where, *args, **kwargs)
+        return saved[key_of(where)] if key_of(where) in saved else load(where, *args, **kwargs)
 
     with (
         mock.patch.object(Tensor, "__deepcopy__", _copied),

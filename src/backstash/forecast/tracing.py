@@ -67,8 +67,9 @@ FLOAT32_ON_CUDA = frozenset({
 # fmt: on
 """Functions that autocast computes in float32 on CUDA and not on CPU: torch's "CUDA ops that autocast to float32"."""
 
-MOST_ASKED = 100
-"""Times that a line asks whether something holds, with no step between, until it is told that it does not."""
+MOST_ASKED = 2_000
+"""Times that a line asks whether something holds, with no step between, until it is taken for an endless loop. A loop
+over all weights asks as often as there are weights."""
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -215,7 +216,8 @@ class StepTracer(TorchDispatchMode):
         self._asked_in_full: set[Storage] = set()  # what the program has cast itself
         self._count = 0
         self._is_loading = False
-        self._asked: tuple[object, int] = None, 0  # the line that asked for the latest numbers, and how many times
+        self._asked: tuple[object, int] = None, 0  # the line that has asked whether something holds, and how many times
+        self._endless: set[object] = set()  # lines of loops that ended when they were told that it does not
 
     @property
     def is_done(self) -> bool:
@@ -394,15 +396,16 @@ class StepTracer(TorchDispatchMode):
 
     def _answer(self) -> bool:
         """What a condition is taken for: true, until a line outside of modules has asked again and again."""
-        if self._running:
+        if self._running or self._is_loading:
             return True
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
             frame = frame.f_back
         line, (latest, times) = (frame.f_code, frame.f_lineno), self._asked
         self._asked = line, times + 1 if line == latest else 1
-        if self._asked[1] < MOST_ASKED:
+        if self._asked[1] < (2 if line in self._endless else MOST_ASKED):
             return True
+        self._endless.add(line)
         self._asked = None, 0
         return False
 

@@ -30,7 +30,7 @@ def remade_whole(value: Value, ahead: bool) -> Tensor:
     value.begin_round()
     started = time.perf_counter()
     whole = remake(value)
-    if not ahead or value.live.may_hold(whole.untyped_storage().nbytes()):
+    if not ahead or value.live.has_room(whole.untyped_storage().nbytes()):
         value.hold(whole.detach())
     for leaf in state.recipe.leaves:
         if leaf.state.recipe is not None and leaf.state.made is None:

@@ -275,7 +275,6 @@ class ValueProgram:
         contents: the register of what it holds.
         nbytes: of its storage.
         is_whole: whether the strongest save shows all of it, in its own layout.
-        reads_value: whether all of it is read.
         is_exact_form: whether its form has every bit.
         shares: whether what is made again is held for all who read it.
         whole, decoded: the spec of all of it, and that of what it is decoded to.
@@ -298,7 +297,6 @@ class ValueProgram:
     contents: int
     nbytes: int
     is_whole: bool
-    reads_value: bool
     whole: TensorSpec
     decoded: TensorSpec
     key: str

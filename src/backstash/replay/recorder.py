@@ -529,7 +529,6 @@ class _Writer:
             numel = save.storage_nbytes // save.spec.dtype.itemsize
             spec = save.spec
             whole, is_whole = TensorSpec((numel,), (1,), spec.dtype, spec.device, save.storage_nbytes), False
-        facts = stored.facts or saved.tensor
         place = stored.place or saved.place
         value = ValueProgram(
             ValueFate.HOLD,
@@ -538,7 +537,6 @@ class _Writer:
             self._register(stored.content),
             save.storage_nbytes,
             is_whole,
-            facts.need is Need.VALUE,
             whole,
             whole,
             stored.key or account.facts.key,

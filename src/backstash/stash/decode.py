@@ -227,7 +227,7 @@ def _decoded(value: Value, form: Form, ahead: bool, borrows: bool) -> Tensor:
                 form.codec.decode(encoded, whole)
         # What is in no pool of buffers is held for the other readers.
         if (reads.unread > 1 and whole.nbytes < SMALLEST) or (
-            ahead and reads.unread and value.live.may_hold(2 * whole.nbytes)
+            ahead and reads.unread and value.live.has_room(2 * whole.nbytes)
         ):
             value.hold(whole.detach())
     buffers.filled(form, whole)

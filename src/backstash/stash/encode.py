@@ -274,8 +274,6 @@ class Encoder:
         value.take(nbytes, store)
         account = value.account
         account.codec, account.reason = codec, note
-        if facts.need is Need.VALUE and not value.state.shares:
-            value.live.will_need(account.saved_nbytes)
         account.encode_seconds += time.perf_counter() - started
         if not self.is_fixed:
             self._tell(value, Outcome(facts, codec, nbytes))

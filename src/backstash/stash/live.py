@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from backstash.stash.watcher import Watcher
 
 
-WORK = 3
-"""How many tensors of a value's size there are while backward works on it: the value and two gradients."""
-
-
 class Live:
     """The running totals of a Session, shared with its values, so that either may die first.
 
@@ -36,7 +32,6 @@ class Live:
         lock: held by whoever changes anything here but a finalizer.
         overwrites: whether backward kernels may write over gradients that nobody else holds.
         stashed_nbytes: bytes on the device when backward began.
-        needed_nbytes: the least that the step takes while it works on some value that was stored.
         peak_nbytes: the most bytes on the device so far.
         saved_ever: how many tensors were saved so far.
         unpacked: whether backward has begun.
@@ -65,7 +60,6 @@ class Live:
         "lock",
         "min_nbytes",
         "monitor",
-        "needed_nbytes",
         "overwrites",
         "peak_nbytes",
         "prefetcher",
@@ -83,7 +77,7 @@ class Live:
         self.prefetcher = Prefetcher(ahead)
         self.lock = interpreter.Lock()
         self.overwrites = overwrites
-        self.stashed_nbytes = self.needed_nbytes = 0
+        self.stashed_nbytes = 0
         self.peak_nbytes = 0
         self.unpacked = False
         self.monitor: Monitor | None = None
@@ -136,22 +130,6 @@ class Live:
     def has_room(self, nbytes: int) -> bool:
         """Whether so many more remade bytes would still take no more than backward has freed."""
         return self.nbytes + self._remade_nbytes + nbytes <= self.stashed_nbytes
-
-    def will_need(self, nbytes: int) -> None:
-        """A value of so many dense bytes was stored in a smaller form, as the latest of those on the device.
-
-        Backward will reach it when these are all that is left, and then there is the value itself. Gradients will be
-        there as well, which are not counted: there are others now, of weights too, of which nobody here knows.
-        """
-        self.needed_nbytes = max(self.needed_nbytes, self.nbytes + nbytes)
-
-    def may_hold(self, nbytes: int) -> bool:
-        """Whether so many more remade bytes leave the peak where it is.
-
-        There is room in what backward has freed, and below what a larger value will need later.
-        """
-        held = self.nbytes + self._remade_nbytes + nbytes
-        return held <= self.stashed_nbytes or held + WORK * nbytes <= self.needed_nbytes
 
     def add_saved(self) -> None:
         """One more saved tensor."""

@@ -121,9 +121,11 @@ def _check_declaration(codec: Codec) -> Codec:
 
 def _classes_within(codec: Any) -> dict[str, type]:
     """By their names, the codec's class and those of the dataclasses that are its parameters."""
-    inner = (getattr(codec, field.name) for field in fields(codec))
-    found = {name: of for each in inner if is_dataclass(each) for name, of in _classes_within(each).items()}
-    return {**found, type(codec).__name__: type(codec)}
+    found = {type(codec).__name__: type(codec)}
+    for each in (getattr(codec, field.name) for field in fields(codec)):
+        if is_dataclass(each) and not isinstance(each, type):
+            found = _classes_within(each) | found
+    return found
 
 
 def _parameters(codec: Any) -> list[str]:

@@ -21,6 +21,7 @@ from backstash.compile.graph.image_gradients import is_in_rows, is_split, scratc
 from backstash.compile.graph.reading import (
     MOVES,
     RANDOM,
+    arguments_of,
     is_elementwise,
     is_view,
     is_write,
@@ -147,8 +148,8 @@ class Joint:
             for node, nbytes in zip(self.nodes, self.nbytes, strict=True)
         ]
         splits = fuses and (stores_sums or can_call_twice())
-        held_by = scratch_nbytes if splits else _nothing if fuses else _cast_nbytes
-        self.scratch = [held_by(node) for node in self.nodes]
+        held_by = scratch_nbytes if splits else _cast_nbytes
+        self.scratch = [0 if fuses and not splits else held_by(node) for node in self.nodes]
         self.in_rows: dict[int, int] = {}
         if splits:
             self._split_convolutions()
@@ -301,10 +302,6 @@ def _nbytes(node: fx.Node) -> int:
     return spec_of(node.meta["val"]).nbytes if is_tensor_node(node) and not is_write(node) else 0
 
 
-def _nothing(node: fx.Node) -> int:
-    return 0
-
-
 def _cast_nbytes(node: fx.Node) -> int:
     """Bytes of the copies that ATen makes on a CPU of arguments of another dtype than that in which it computes."""
     vals = [each.meta["val"] for each in node.all_input_nodes if is_tensor_node(each)]
@@ -312,7 +309,7 @@ def _cast_nbytes(node: fx.Node) -> int:
     if operator_name(node) not in _CASTING or not tensors or any(each.device.type != "cpu" for each in tensors):
         return 0
     if operator_name(node) == "aten::native_dropout":  # its mask is a result
-        return spec_of(tensors[0]).nbytes if node.args[2] is not False else 0
+        return spec_of(tensors[0]).nbytes if arguments_of(node)["train"] is not False else 0
     dtype = tensors[0].dtype
     for each in tensors[1:]:
         dtype = torch.promote_types(dtype, each.dtype)

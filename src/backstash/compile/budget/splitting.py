@@ -38,7 +38,7 @@ Partition = Callable[[dict[str, Any], SavedValues | None], tuple[fx.GraphModule,
 
 
 TRIES = 3
-"""How many of the ways that searches have found are carried out, until one stays below the budget."""
+"""How many of the ways that searches have found are carried out, until one takes no more than it was found to."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def cheapest(
     tried: list[Chosen] = []
     for way in ways[:TRIES]:  # in the graph that is split a value may be read otherwise, and take another form
         tried.append(_carried_out(joint, way, starts, partition, planned))
-        if tried[-1].estimate.peak <= nbytes:
+        if tried[-1].estimate.peak <= max(nbytes, way.estimate.peak):  # as it was found, and those behind it are higher
             break
     chosen = min(tried, key=lambda each: each.estimate.peak)
     peak = chosen.estimate.peak

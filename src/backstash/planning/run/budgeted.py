@@ -658,7 +658,7 @@ class Budgeted(Following):
         if is_unhooked:
             return Unhooked(policy)
         session = Session(policy, **({"stop_if_useless": False} | self._options | options))
-        session.entries = self._entries
+        session._entries = self._entries
         return session
 
     def keeping(self, cycles: int) -> KeepForSurvey:

@@ -845,11 +845,12 @@ class Course:
             BudgetError: there is no plan yet, or the budget is ``strict``.
         """
         bucket, owner = self._bucket, self._owner
-        reached = min(bucket.found.reached_nbytes, bucket.found.plain_nbytes)
-        if 0 < reached != error.smallest_nbytes:
-            but = "A" if reached < error.smallest_nbytes else "But pass more: a"
+        reached, plain = bucket.found.reached_nbytes, bucket.found.plain_nbytes
+        smallest = min(reached, plain or reached)
+        if 0 < smallest != error.smallest_nbytes:
+            but = "A" if smallest < error.smallest_nbytes else f"But pass {smallest} bytes: a"
             said = f"{error} {but} step under the leanest plan has reached {reached} bytes ({size(reached)})."
-            error = BudgetError(said, reached, error.seconds, error.plan)
+            error = BudgetError(said, smallest, error.seconds, error.plan)
         if is_first or owner.strict:
             if is_first:
                 bucket.plan = None

@@ -151,8 +151,8 @@ class Planner:
 
     @property
     def floor_nbytes(self) -> int:
-        """How many bytes of a step's peak are there whatever is done with values."""
-        return int(self._model.base.max())
+        """How many bytes of a step's peak are there whatever is done with values: no more than a plain step has."""
+        return min(int(self._model.base.max()), self.profile.plain_peak_nbytes)
 
     def search(self) -> Iterator[None]:
         """Searches for the best solutions a little at a time. All who iterate share one search."""
