@@ -220,8 +220,8 @@ class Forward:
 
     def assign_data(self, x: Tensor, assign: Callable[[], Any]) -> Any:
         """Follow a tensor whose ``.data`` is assigned: plain PyTorch has saved that very tensor, not its old memory."""
-        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_leaf:
-            return assign()  # a leaf is held itself
+        if type(x) not in PLAIN or x.layout is not torch.strided or is_leaf_of_graph(x):
+            return assign()  # which is held itself
         with no_torch_function():
             storage = x.untyped_storage()
             if storage.nbytes() < self._live.min_nbytes:
