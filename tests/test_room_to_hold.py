@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
 from backstash.papers.comet import comet
@@ -48,3 +50,34 @@ def test_what_is_held_raises_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Live, "has_room", lambda self, nbytes: False)
     alone, more_decodes = _last_peak()
     assert held <= alone and decodes <= more_decodes
+
+
+@pytest.mark.parametrize("policy", ["lossless", "quantized"])
+def test_what_a_segment_has_read_is_gone_when_the_segment_is(policy: str) -> None:
+    """The input of a checkpointed segment is decoded for it, and no longer held when the one before it runs again."""
+    torch.manual_seed(0)
+
+    def block(inputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+    head = nn.Sequential(nn.Flatten(), nn.Linear(64 * 256, 4))
+    segments, x = nn.ModuleList((block(3), block(64), head)), torch.randn(8, 3, 64, 64)
+    for parameter in segments.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def peaks(session: bs.Session) -> list[int]:
+        found = []
+        for _ in range(8):
+            with CountedPeak() as counted:
+                with session:
+                    y = x
+                    for segment in segments:
+                        y = checkpoint(segment, y, use_reentrant=False)
+                    loss = y.square().mean()
+                    del y
+                loss.backward()
+                del loss
+            found.append(counted.peak_nbytes)
+        return found
+
+    assert max(peaks(bs.Session(policy))) <= 1.02 * max(peaks(bs.Session("keep")))

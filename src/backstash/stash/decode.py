@@ -159,7 +159,7 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
     value.let_go()
     if not saved.builtin:  # may write into it (Note: [reader that writes] in hazards.md)
         value.hold(None)
-        value.live.buffers.forget(value.state)
+        value.live.buffers.part_with(whole)
         if value.live.monitor is None or not value.live.monitor.is_measuring:
             if saved.origin.counter is not None:  # who reads the shape alone knows of no value, but of that version
                 whole = with_version_of(saved.origin.counter, whole)
