@@ -148,8 +148,13 @@ def test_a_report_says_how_much_was_recognised() -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_all_of_a_random_program_is_recognised_once_nothing_new_happens(seed: int) -> None:
-    """Some of these programs do something in their first steps alone, or in turns."""
+    """Some of these programs do something in their first steps alone, or in turns.
+
+    A step does not end where its loss is held and never goes backward, so such programs are not asked.
+    """
     program = generate(seed, shape=SMALL, changing=False)
+    if any(statement.kind == "keep_graph" for statement in program.backward):
+        return
     program = replace(program, steps=6, batches=program.batches[:1], sessions="same")
     result = check(program)
     assert result.failure is None, f"{result.failure}\n\n{to_text(program)}"
