@@ -157,6 +157,8 @@ def test_what_cannot_be_attached_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     accelerator = Accelerator(cpu=True)
     with pytest.raises(IntegrationError, match=r"Noting that no accelerator has prepared. Call model = accelerator"):
         attach(accelerator, network())
+    with pytest.raises(IntegrationError, match=r"asked for a Noting, .* Call attach\(accelerator, model\)"):
+        attach(network(), accelerator)  # type: ignore[arg-type]
     model = accelerator.prepare(network())
     with pytest.raises(IntegrationError, match="budget='1GiB' was asked for"):
         attach(accelerator, model, "keep", budget="1GiB")

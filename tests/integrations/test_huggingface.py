@@ -218,6 +218,9 @@ def test_detach_restores_the_trainer(tmp_path: Path) -> None:
     assert not any(is_open for _, is_open in attached.model.calls)
     with pytest.raises(IntegrationError, match="not attached"):
         detach(attached)
+    for call in (attach, detach):
+        with pytest.raises(IntegrationError, match="works on a transformers.Trainer"):
+            call(attached.model)
 
 
 def test_detach_puts_back_what_the_program_had_put_there(tmp_path: Path) -> None:

@@ -103,6 +103,11 @@ def attach(
     Warns:
         UserWarning: the accelerator compiles the model, so that a Session finds little to store.
     """
+    if not hasattr(accelerator, "distributed_type"):
+        raise IntegrationError(
+            f"attach was asked for a {type(accelerator).__name__}, but it takes an accelerate.Accelerator and then the "
+            f"model. Call attach(accelerator, model)."
+        )
     unseen = _UNSEEN.get(accelerator.distributed_type)
     if unseen is not None:
         raise IntegrationError(

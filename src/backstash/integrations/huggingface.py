@@ -239,6 +239,11 @@ class BackstashArguments:
 
 
 def _attachment(trainer: Trainer) -> TrainerAttachment | None:
+    if not hasattr(trainer, "callback_handler"):
+        raise IntegrationError(
+            f"a {type(trainer).__name__} was given, but this works on a transformers.Trainer. Pass the trainer, not "
+            f"its model or arguments. For a loop of your own, see backstash.wrap."
+        )
     found = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainerAttachment)]
     return found[0] if found else None
 
