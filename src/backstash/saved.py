@@ -11,6 +11,9 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
+MIN_NBYTES = 16 << 10
+"""Smaller tensors are kept, unless told otherwise."""
+
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """The types of tensors that codecs may encode. Tensors of other subclasses are kept as they are."""
 

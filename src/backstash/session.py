@@ -39,6 +39,7 @@ from backstash.capture.names import Entries, Names
 from backstash.capture.naming import packed_by
 from backstash.errors import SessionError
 from backstash.policies.base import Policy
+from backstash.saved import MIN_NBYTES
 from backstash.stash import held, seams
 from backstash.stash.accounts import Step
 from backstash.stash.encode import Encoder
@@ -54,9 +55,6 @@ from backstash.torch_internals import has_compiled, hide_from_dynamo, in_backwar
 if TYPE_CHECKING:
     from backstash.stash.ledger import PeakRow, Report
     from backstash.stash.watcher import Watcher
-
-MIN_NBYTES = learned.SMALLEST
-"""Tensors smaller than this are kept, unless a Session is told otherwise."""
 
 MOST_DROPPED = 4096
 """How many values of graphs that are gone without a backward pass are noted, as in an evaluation with gradients."""

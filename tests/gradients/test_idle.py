@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Session, policies
 from backstash import session as sessions
 from backstash.capture import learned
-from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST, SMALLEST_OF_LITTLE, Learned, Limit
+from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST_OF_LITTLE, Learned, Limit
 from backstash.capture.names import Names
 from backstash.errors import SavedTensorFreedError
 from backstash.remake import noting
+from backstash.saved import MIN_NBYTES
 
 MIB = 1 << 20
 
@@ -34,15 +35,15 @@ def chosen(*sizes: int) -> tuple[int | None, bool]:
 
 def test_tensors_that_hold_a_fiftieth_are_kept() -> None:
     large = [MIB] * 100
-    assert chosen(*large, *[SMALLEST] * 100) == (LARGEST, False)
-    assert chosen(*large, *[SMALLEST] * 1000) == (SMALLEST, False)
+    assert chosen(*large, *[MIN_NBYTES] * 100) == (LARGEST, False)
+    assert chosen(*large, *[MIN_NBYTES] * 1000) == (MIN_NBYTES, False)
     assert chosen(*large, *[100 << 10] * 1000) == (64 << 10, False)
 
 
 def test_a_step_that_saves_little_keeps_up_to_half() -> None:
     assert chosen(*[MIB] * 10) == (LARGEST, True)
     assert chosen(*[128 << 10] * 100) == (128 << 10, True)
-    assert chosen(*[SMALLEST] * 100) == (SMALLEST_OF_LITTLE, True)
+    assert chosen(*[MIN_NBYTES] * 100) == (SMALLEST_OF_LITTLE, True)
     assert chosen(LITTLE) == (LARGEST, False)
 
 

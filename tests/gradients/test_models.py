@@ -15,7 +15,7 @@ from gradient_checks import Everything, bits
 from torch import Tensor, nn
 
 from backstash import Policy, Session
-from backstash.session import MIN_NBYTES
+from backstash.saved import MIN_NBYTES
 from tests.networks import NETWORKS, build
 
 BATCH = 4

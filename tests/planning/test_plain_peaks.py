@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import backstash as bs
 from backstash import Budgeted
 from backstash.errors import BudgetError
 from backstash.report.meter import CountedPeak
@@ -135,3 +137,30 @@ def test_a_share_is_one_of_the_plain_peak() -> None:
     _, session = peaks_of(pictures, "90%")
     assert session is not None
     assert session.found.budget_nbytes == pytest.approx(0.9 * plain, rel=0.01)
+
+
+@pytest.mark.parametrize("min_nbytes", [0, 1 << 10, 16 << 10, 64 << 10])
+def test_a_session_keeps_what_the_profile_has_kept(min_nbytes: int) -> None:
+    """Weights that are smaller are copied where calls read them, and values that are smaller are not planned."""
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+    model, x = nn.Sequential(*blocks, nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 4)), torch.randn(128, 32)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    step()
+    profile = bs.profile(step, model, min_nbytes=min_nbytes)
+    with pytest.raises(BudgetError) as refused:
+        bs.plan(profile, 1)
+    found = bs.plan(profile, refused.value.smallest_nbytes)
+    assert found.min_nbytes == min_nbytes
+    session = bs.Session(bs.Plan.from_json(found.to_json()))
+    assert session.min_nbytes == min_nbytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            with CountedPeak() as counted, session:
+                step()
+            assert counted.peak_nbytes <= found.peak_nbytes

@@ -29,13 +29,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from backstash.capture.worth import Worth
+from backstash.saved import MIN_NBYTES
 from backstash.stash.accounts import Step
 
 if TYPE_CHECKING:
     from backstash.capture.names import KnownNode
-
-SMALLEST = 16 << 10
-"""Tensors below this are always kept unless a Session is told otherwise."""
 
 LARGEST = 256 << 10
 """Tensors from this size on are looked at in any case."""
@@ -50,7 +48,7 @@ SHARE_OF_LITTLE = 2
 """The same as SHARE in such a step."""
 
 SMALLEST_OF_LITTLE = 64 << 10
-"""The same as SMALLEST in such a step."""
+"""The same as MIN_NBYTES in such a step."""
 
 LOOK_AGAIN = 64
 """An idle Session looks again in one of so many steps: the numbers, or what the program holds itself, may be others."""
@@ -478,7 +476,7 @@ class Learned:
         """Decide from which size on tensors are looked at, unless that was decided (Note: [sizes that matter]).
 
         Args:
-            sizes: of the values that a step has saved, but for those below SMALLEST.
+            sizes: of the values that a step has saved, but for those below MIN_NBYTES.
             saved_nbytes: bytes of all values that it has saved.
         """
         if self.min_nbytes is not None:
@@ -486,7 +484,7 @@ class Learned:
         sizes = list(sizes)
         total, chosen = sum(sizes), LARGEST
         self.saves_little = total < LITTLE
-        share, smallest = SHARE, SMALLEST
+        share, smallest = SHARE, MIN_NBYTES
         if self.saves_little:
             share, smallest = SHARE_OF_LITTLE, SMALLEST_OF_LITTLE
         while chosen > smallest and share * sum(size for size in sizes if size < chosen) > total:

@@ -22,10 +22,7 @@ from backstash.planning.measure.moving import moved
 from backstash.planning.measure.survey import Movable, SurveyedValue
 from backstash.planning.measure.timeline import Timeline
 from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
-from backstash.saved import Need, SavedTensor
-
-SMALLEST = 16 << 10
-"""Bytes of the smallest values that are planned, as in a Session."""
+from backstash.saved import MIN_NBYTES, Need, SavedTensor
 
 PART = 1 << 12
 """Values of less than this part of the peak, one in so many, are kept: there are many, and they hardly count."""
@@ -164,7 +161,7 @@ def profile_on(traced: TracedSteps, values: TracedValues, clock: Clock) -> StepP
     """
     step = values.step
     seconds = [clock.on_card(each.work) for each in step.operations]
-    most = max(SMALLEST, traced.plain.peak_nbytes // PART)
+    most = max(MIN_NBYTES, traced.plain.peak_nbytes // PART)
     index = {each: number for number, each in enumerate(s for s in values.uses if step.nbytes[s] >= most)}
     line = _Line(values, index, seconds)
     found = {storage: _surveyed(values, storage, number, clock) for storage, number in index.items()}

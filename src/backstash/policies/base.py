@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from backstash.arguments import check_count, check_number, check_switch, check_word
 from backstash.formulas import op_of
 from backstash.policies.actions import MAX_DEPTH, Action, Keep, Outcome, Recompute, Slice, Stash
-from backstash.saved import SavedTensor
+from backstash.saved import MIN_NBYTES, SavedTensor
 from backstash.torch_internals import hide_from_dynamo, no_torch_function
 
 LOSSES = frozenset({"LogSoftmax", "NllLoss", "NllLoss2D"})
@@ -123,7 +123,7 @@ class Policy(ABC):
     notes: tuple[str, ...] = ()
     recomputes: bool = True
     remakes_anything: bool = False
-    min_nbytes: int | None = 16 << 10
+    min_nbytes: int | None = MIN_NBYTES
     ahead: int | None = None
     cycles: int | None = None
     fetches: Mapping[str, tuple[str, ...]] | None = None

@@ -17,11 +17,9 @@ from backstash.compile.forms.bounded import BITS
 from backstash.compile.inductor.partitioner import Treatment
 from backstash.errors import IntegrationError
 from backstash.policies.base import Policy
+from backstash.saved import MIN_NBYTES
 from backstash.stash.ledger import Report
 from backstash.torch_internals import aot_eager_backend, inductor_backend, mode_options, partitioner_base
-
-MIN_NBYTES = 16 << 10
-"""Values smaller than this are kept, unless told otherwise."""
 
 
 class CompileOptions(dict[str, Any]):

@@ -39,8 +39,8 @@ from backstash.planning.model.problem import Choice, PlannedValue, Position, Ste
 from backstash.policies import Policy
 from backstash.rewrites.chunked_loss import chunked_loss
 from backstash.rewrites.state import State, StepState
-from backstash.saved import cycle_of
-from backstash.session import MIN_NBYTES, Session
+from backstash.saved import MIN_NBYTES, cycle_of
+from backstash.session import Session
 from backstash.stash.buffers import release_buffers
 from backstash.telling import note_progress
 
@@ -137,7 +137,8 @@ def profile(
         planned = {value.key for value in found.values}
         others = tuple(key for key in asked if key not in planned)
         cycles = 1 + max(map(cycle_of, asked), default=0)
-        found = replace(found, others=others, cycles=cycles, session_seconds=max(0.0, keeping - seconds))
+        beside = max(0.0, keeping - seconds)
+        found = replace(found, others=others, cycles=cycles, session_seconds=beside, min_nbytes=min_nbytes)
 
     plain_times: list[float] = []  # of a long step, once it is asked for
     rehearsed: dict[object, Session] = {}

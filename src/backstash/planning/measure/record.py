@@ -18,7 +18,8 @@ from backstash.errors import MeasureError
 from backstash.planning.measure.events import Notes, StepRecord, memory_profiler, roots_of
 from backstash.planning.model.trace import Buffer, Role, Trace
 from backstash.policies.base import Policy
-from backstash.session import MIN_NBYTES, Session
+from backstash.saved import MIN_NBYTES
+from backstash.session import Session
 from backstash.stash.buffers import release_buffers
 from backstash.stores import Store
 

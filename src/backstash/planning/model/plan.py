@@ -24,11 +24,8 @@ from backstash.policies import Action, Keep, Policy
 from backstash.policies.base import Rewriting
 from backstash.proofs import environment, proofs
 from backstash.rewrites.chunked_loss import chunked_loss
-from backstash.saved import Need, SavedTensor, first_life_of
+from backstash.saved import MIN_NBYTES, Need, SavedTensor, first_life_of
 from backstash.stores import DiskStore, HostStore, Store
-
-SMALLEST = 16 << 10
-"""Smaller tensors are kept, unless the plan does something with tensors that are smaller."""
 
 TRIFLE = 0.005
 """The share of the predicted peak that values may take together of which the plan knows nothing, without a word."""
@@ -78,6 +75,8 @@ class Plan(Policy):
         reordered: path of the head whose loss is computed in chunks while a Session is open, with sums in another
             order; empty for none.
         chunk_nbytes: bytes of logits that exist at a time then.
+        min_nbytes: smaller tensors are kept, as they were in the profiled step; lowered to the smallest tensor that the
+            plan does something with.
     """
 
     budget: int
@@ -100,6 +99,7 @@ class Plan(Policy):
     in_flight_nbytes: int = 0
     reordered: str = ""
     chunk_nbytes: int = 0
+    min_nbytes: int = MIN_NBYTES
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
@@ -110,6 +110,8 @@ class Plan(Policy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_key", {decision.key: decision for decision in self.decisions})
         object.__setattr__(self, "_others", frozenset(self.others))
+        changed = (decision.nbytes for decision in self.decisions if decision.kind != "keep")
+        object.__setattr__(self, "min_nbytes", min([self.min_nbytes, *changed]))
         for decision in self.decisions:
             if decision.kind == "encode" and codec_named(decision.choice) is None:
                 raise PlanError(
@@ -166,11 +168,6 @@ class Plan(Policy):
         """Names of the calls by which values are made again; None where they are not known."""
         remade = [each.calls for each in self.decisions if each.kind == "recompute" or each.spare]
         return frozenset().union(*remade) if all(remade) else None
-
-    @property
-    def min_nbytes(self) -> int:  # type: ignore[override]  # read-only here
-        """16 KiB, or less if the plan does something with smaller tensors."""
-        return min([SMALLEST, *(decision.nbytes for decision in self.decisions if decision.kind != "keep")])
 
     @cached_property
     def fetches(self) -> dict[str, tuple[str, ...]] | None:  # type: ignore[override]  # read-only here

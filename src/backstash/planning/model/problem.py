@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from backstash.errors import PlanError
 from backstash.planning.model.sealed import plain, restore, seal, unseal
+from backstash.saved import MIN_NBYTES
 
 Kind = Literal["keep", "encode", "recompute", "offload"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -196,6 +197,7 @@ class StepProfile:
         directory: folder of that store's file, if it is a disk store.
         moments: for each position the bytes of ``base_nbytes`` each time when they had risen and were about to fall;
             empty where they were not noted. From those of several shapes the base of another one follows (shapes.py).
+        min_nbytes: smaller tensors were kept, and are in no values.
         tries_more: takes the profile of the step once more with more families of choices, and returns it; None for a
             profile that was read from a file. It is no part of the data.
         reorders: proves that the loss of the model's head may be computed in chunks of so many bytes of logits, and
@@ -234,6 +236,7 @@ class StepProfile:
     store: str = "host"
     directory: str = ""
     moments: tuple[tuple[int, ...], ...] = ()
+    min_nbytes: int = MIN_NBYTES
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
     clock: ClassVar[Callable[..., float] | None] = None
     off_by: ClassVar[Callable[[Any], float | None] | None] = None
@@ -278,8 +281,8 @@ class StepProfile:
             return f"there are {len(self.base_nbytes)} base_nbytes, or no position at all"
         if self.moments and tuple(max(each, default=None) for each in self.moments) != self.base_nbytes:
             return "the most bytes of each position's moments are not its base_nbytes"
-        if self.plain_peak_nbytes < 0 or self.held_nbytes < 0:
-            return "plain_peak_nbytes or held_nbytes is negative"
+        if min(self.plain_peak_nbytes, self.held_nbytes, self.min_nbytes) < 0:
+            return "plain_peak_nbytes, held_nbytes or min_nbytes is negative"
         if max(map(abs, (self.plain_peak_nbytes, self.held_nbytes, *self.base_nbytes))) > LARGEST:
             return "a number of bytes is larger than any memory"
         if self.cycles < 1:

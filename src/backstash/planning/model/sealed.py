@@ -18,7 +18,7 @@ from backstash.errors import PlanError
 
 _T = TypeVar("_T")
 
-VERSION = 4
+VERSION = 5
 """The version of all documents. A document of another version is refused, because nothing is known about its fields."""
 
 LARGEST = 1 << 62

@@ -18,7 +18,7 @@ from backstash.planning.model.plan import Plan
 from backstash.planning.run.retry import is_out_of_memory
 from backstash.planning.search.largest import largest
 from backstash.planning.search.planner import Planner
-from backstash.session import MIN_NBYTES
+from backstash.saved import MIN_NBYTES
 from backstash.stash.buffers import release_buffers
 from backstash.telling import note_progress
 

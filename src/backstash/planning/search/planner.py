@@ -337,6 +337,7 @@ class Planner:
             self.profile.store,
             self.profile.directory,
             self._reserve(found),
+            min_nbytes=self.profile.min_nbytes,
         )
 
     # -- steps of their own --------------------------------------------------------------------------------------------
