@@ -63,7 +63,7 @@ from backstash.stash.prefetch import Prefetcher
 from backstash.stash.value import Form, Saved
 from backstash.stash.value import Value as Stored
 from backstash.stores import DeviceStore
-from backstash.torch_internals import hide_from_dynamo, in_backward, next_sequence_number
+from backstash.torch_internals import hide_from_dynamo, in_backward, next_sequence_number, no_torch_function
 
 
 class RefusedError(Exception):
@@ -156,7 +156,8 @@ class RecordingForward(Forward):
         if is_traced() or in_backward():
             return super().pack(x)
         recorder = self._recorder
-        entry = recorder.begin_save(x)
+        with no_torch_function():  # checkpoints save outside of any function, where an observer would see this look
+            entry = recorder.begin_save(x)
         packed = super().pack(x)
         if self.recorder is recorder:  # else all that was saved before is gone, and another pass has begun
             recorder.end_save(entry, packed, x)

@@ -81,6 +81,9 @@ def profile(
         device: the type of device whose memory is planned, ``"cpu"`` or that of the accelerator, such as ``"cuda"``.
         offload_to: a folder on a local disk, to which values may be moved on CPU (see link.folder).
 
+    Warns:
+        UserWarning: something of the step cannot be undone, or it saves tensors while backward runs.
+
     Returns:
         The profile. Its bytes are counted above what is held before the step, with gradients there.
 
@@ -139,6 +142,14 @@ def profile(
         cycles = 1 + max(map(cycle_of, asked), default=0)
         beside = max(0.0, keeping - seconds)
         found = replace(found, others=others, cycles=cycles, session_seconds=beside, min_nbytes=min_nbytes)
+        late = [value.key for value in found.values if found.positions[value.born].is_backward]
+        if late:
+            warnings.warn(
+                f"profile was asked for a step that saves {_some(late)} while backward runs, as a reentrant checkpoint "
+                f"does. Plans count on a Session that is open then as well: call backward() inside of it, or use "
+                f"checkpoint(..., use_reentrant=False).",
+                stacklevel=2,
+            )
 
     plain_times: list[float] = []  # of a long step, once it is asked for
     rehearsed: dict[object, Session] = {}
