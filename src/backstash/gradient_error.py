@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, Node
 from backstash import accelerator
 from backstash.stash.ledger import GradientError
 from backstash.torch_internals import (
+    REENTRANT,
     backward_engine,
     functorch_level,
     hide_from_dynamo,
@@ -218,7 +219,7 @@ def obstacle(graph: Graph, packed: Iterable[object], create_graph: bool) -> str:
         return "backward was asked for a graph of its own (create_graph=True)"
     if functorch_level() is not None:
         return "backward runs under a transform of torch.func"
-    checkpointed = any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph.nodes)
+    checkpointed = any(type(node).__name__ == REENTRANT for node in graph.nodes)
     if checkpointed or any(type(other).__module__ == "torch.utils.checkpoint" for other in packed):
         return "the graph has a checkpoint, and what it computes again may change buffers"
     return ""

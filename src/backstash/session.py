@@ -433,6 +433,8 @@ class Session:
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
             self._forward.is_idle = may_idle
             (self._hooks.stop_observing if may_idle else self._hooks.observe)()
+            if may_idle and self._replaying is not None:
+                self._replaying.abandon()  # what has begun to write the pass down would hear of nothing more
         if not self._forward.is_idle:
             self._names.enter_root(module)
             # Else nobody asks, and what goes the long way alone may read no parameter again.

@@ -393,6 +393,11 @@ def backward_engine() -> Callable[..., Any]:
     return engine
 
 
+def gradient_of(x: torch.Tensor) -> torch.Tensor | None:
+    """``x.grad``, without torch's warning where a parameter is the result of operations, as fast weights are."""
+    return x.grad if x.is_leaf or x.retains_grad else None
+
+
 def unheard_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The gradient of one number by ``x``. Nobody hears of its pass who listens to those of ``torch.autograd``."""
     found: tuple[torch.Tensor] = _torchs_backward_engine(
@@ -1066,6 +1071,9 @@ find("utils.checkpoint._recomputation_hook")
 _checkpointing: Any = torch.utils.checkpoint
 ReentrantCheckpoint: Any = _checkpointing.CheckpointFunction
 """The autograd function of ``checkpoint(use_reentrant=True)``."""
+
+REENTRANT = f"{ReentrantCheckpoint.__name__}Backward"
+"""Name of its nodes."""
 
 _PUSHED_BY = "._checkpoint_hook.__init__.<locals>.pack_hook"
 _PUSHED_AGAIN_BY = "._recomputation_hook.__init__.<locals>.pack_hook"

@@ -22,6 +22,7 @@ from backstash.capture.learned import LARGEST, LITTLE, LOOK_AGAIN, SMALLEST_OF_L
 from backstash.capture.names import Names
 from backstash.errors import SavedTensorFreedError
 from backstash.remake import noting
+from backstash.report.meter import CountedPeak
 from backstash.saved import MIN_NBYTES
 
 MIB = 1 << 20
@@ -363,3 +364,27 @@ def test_policies_without_a_name_learn_for_themselves_and_are_forgotten() -> Non
     gc.collect()  # a Session and its hooks refer to each other
     left = [policy for policy, _ in learned._numbers.values() if policy() is None or isinstance(policy(), _Nameless)]
     assert len(left) <= 2  # of policies that are gone nothing is left
+
+
+def test_a_pass_in_which_a_session_becomes_idle_holds_no_graph_that_the_program_drops() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ELU(), nn.Linear(64, 64), nn.ELU(), nn.Linear(64, 4))
+    directions = torch.eye(4).expand(64, 4, 4).movedim(-1, 0)
+
+    def peaks(context: AbstractContextManager[object]) -> list[int]:
+        found = []
+        for _ in range(10):
+            with CountedPeak() as counted:
+                with context:
+                    for _ in range(6):
+                        x = torch.randn(64, 4, requires_grad=True)
+                        torch.autograd.grad(model(x), x, directions, create_graph=True, is_grads_batched=True)
+                    del x
+                    loss = model(torch.randn(64, 4)).square().mean()
+                loss.backward()
+                del loss
+            found.append(counted.peak_nbytes)
+        return found
+
+    peaks(nullcontext())
+    assert max(peaks(Session("lossless"))) <= 1.02 * max(peaks(nullcontext()))

@@ -755,3 +755,55 @@ def test_a_tensor_that_the_first_step_gives_its_size_has_none_again(way: str) ->
     bs.profile(lambda: model(x).backward(), model, min_nbytes=0)
     assert model.peak is before and not model.peak.numel() + model.shift.numel() + model.aside[0].numel()
     assert all(map(equal_bits, train(model), train(Sized(way))))
+
+
+class Decorated:
+    """A function whose class answers for its code, as classes of compiled functions do."""
+
+    def __init__(self, function: Callable[[], Tensor]) -> None:
+        self.function = function
+
+    @property
+    def __code__(self) -> Any:
+        return self.function.__code__
+
+    def __call__(self) -> Tensor:
+        return self.function()
+
+
+drawn = Decorated(lambda: torch.from_numpy(np.random.default_rng(0).standard_normal((16, 32))).float())
+default_rng = np.random.default_rng  # of a compiled type, which has a descriptor by the name __code__
+
+
+def test_functions_of_compiled_types_are_no_trouble() -> None:
+    model = network()
+
+    def step() -> None:
+        x = drawn() + float(default_rng(0).standard_normal())
+        model(x).square().mean().backward()
+
+    assert bs.profile(step, model).plain_peak_nbytes > 0
+    assert bs.verify(step)
+
+
+def test_weights_that_are_results_of_operations_have_no_gradient_to_look_at() -> None:
+    """As fast weights are, where a library puts them in the place of parameters."""
+    model, fast = network(), network()
+    steps = [bs.Budgeted("80%", min_nbytes=0), contextlib.nullcontext()]
+
+    def loss() -> Tensor:
+        for name, weight in model.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            fast.get_submodule(module)._parameters[leaf] = weight * 0.9  # type: ignore[assignment]
+        found: Tensor = fast(X).square().mean()
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for context in steps:
+            for _ in range(8):
+                with context:
+                    outcome = loss()
+                outcome.backward()
+        bs.profile(lambda: loss().backward(), fast)
+        bs.verify(lambda: loss().backward())

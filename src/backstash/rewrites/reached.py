@@ -490,7 +490,7 @@ def _is_of_program(found: Any) -> bool:
     if _top(getattr(found, "__module__", None)) in _LIBRARIES:
         return False
     code = getattr(found, "__code__", None)
-    if code is not None:
+    if isinstance(code, types.CodeType):  # and not what the class of a compiled function has by that name
         return not _is_installed(code.co_filename)
     return not _is_installed(getattr(sys.modules.get(found.__module__), "__file__", None))
 

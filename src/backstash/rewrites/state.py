@@ -18,7 +18,7 @@ from backstash import accelerator
 from backstash.bits import equal_bits
 from backstash.rewrites.reached import Reached, restore_memory
 from backstash.saved import PLAIN
-from backstash.torch_internals import no_torch_function
+from backstash.torch_internals import gradient_of, no_torch_function
 
 
 class Generators:
@@ -46,7 +46,7 @@ class State:
         self.contents = {id(x): (x, x.detach().clone()) for x in dense}
         self._memory = [(x, x.data) for x in dense if type(x) in PLAIN]  # no views of them
         self.parameters = dict(model.named_parameters())
-        self.gradients = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        self.gradients = [(parameter, gradient_of(parameter)) for parameter in self.parameters.values()]
         self._asks = [(parameter, parameter.requires_grad) for parameter in self.parameters.values()]
         self.training = [(module, module.training) for module in modules]
         self._generators = Generators()

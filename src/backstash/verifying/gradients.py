@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backstash.torch_internals import gradient_of
 from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
 from backstash.verifying.paths import ModulePaths
 
@@ -17,7 +18,7 @@ def gradient_sums(paths: ModulePaths) -> dict[str, int | None]:
     """Checksums of the gradients of all parameters by name; None for a parameter without a gradient."""
     sums: dict[str, Checksum | None] = {}
     for name, parameter in paths.parameters():
-        gradient = parameter.grad
+        gradient = gradient_of(parameter)
         sums[name] = None if gradient is None or why_unchecked(gradient) is not None else checksum(gradient)
     known = {name: each for name, each in sums.items() if each is not None}
     numbers = dict(zip(known, numbers_of(list(known.values())), strict=True))
@@ -28,8 +29,9 @@ def gradient_copies(paths: ModulePaths) -> dict[str, Tensor]:
     """Copies of the gradients of all parameters by name, in the memory of the CPU."""
     found = {}
     for name, parameter in paths.parameters():
-        if parameter.grad is not None and why_unchecked(parameter.grad) is None:
-            local: Any = parameter.grad.detach()
+        gradient = gradient_of(parameter)
+        if gradient is not None and why_unchecked(gradient) is None:
+            local: Any = gradient.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
             found[name] = local.cpu().clone()
     return found

@@ -14,6 +14,7 @@ from backstash.arguments import check_model, check_step
 from backstash.capture.naming import tensors_within
 from backstash.errors import MeasureError
 from backstash.rewrites.state import Generators, State, StepState
+from backstash.torch_internals import gradient_of
 from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
 from backstash.verifying.facts import generator_digests
 from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
@@ -194,7 +195,7 @@ class _Repeated:
         self._restore()
         under.paths.found_root = self._note
         with self._undone():
-            gradients = [(leaf, leaf.grad) for leaf in self._leaves]
+            gradients = [(leaf, gradient_of(leaf)) for leaf in self._leaves]
             for state in self._found.values():
                 state.set_gradients_aside()
             for leaf in self._leaves:
@@ -229,7 +230,7 @@ class _Repeated:
             if module not in self._sharded:
                 self._sharded.append(module)
                 self._buffers += [(each, each.detach().clone()) for each in module.buffers()]
-                self._aside += [(each, each.grad) for each in module.parameters()]
+                self._aside += [(each, gradient_of(each)) for each in module.parameters()]
                 for parameter, _ in self._aside:
                     parameter.grad = None
             return

@@ -43,6 +43,7 @@ from backstash.saved import MIN_NBYTES, cycle_of
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
 from backstash.telling import note_progress
+from backstash.torch_internals import REENTRANT, gradient_of
 
 LONG = 0.2
 """Seconds from which on a step is timed while it is recorded: what that adds is next to nothing of it."""
@@ -143,7 +144,7 @@ def profile(
         beside = max(0.0, keeping - seconds)
         found = replace(found, others=others, cycles=cycles, session_seconds=beside, min_nbytes=min_nbytes)
         late = [value.key for value in found.values if found.positions[value.born].is_backward]
-        if late:
+        if late and any(position.name == REENTRANT for position in found.positions):
             warnings.warn(
                 f"profile was asked for a step that saves {_some(late)} while backward runs, as a reentrant checkpoint "
                 f"does. Plans count on a Session that is open then as well: call backward() inside of it, or use "
@@ -500,7 +501,7 @@ def profile_of(
         Position(each.name or "let go", module_of.get(number, ""), each.is_backward, times[number])
         for number, each in enumerate(line.positions)
     )
-    resident = sum(_nbytes(p) + _nbytes(p.grad) for m in models for p in m.parameters())
+    resident = sum(_nbytes(p) + _nbytes(gradient_of(p)) for m in models for p in m.parameters())
     return StepProfile(
         positions,
         tuple(max(each) for each in moments),

@@ -22,6 +22,7 @@ from backstash.saved import MIN_NBYTES
 from backstash.session import Session
 from backstash.stash.buffers import release_buffers
 from backstash.stores import Store
+from backstash.torch_internals import gradient_of
 
 
 def record(
@@ -101,8 +102,9 @@ def _resident(model: nn.Module) -> Iterator[tuple[Buffer, tuple[int, int]]]:
     named: list[tuple[str, Role, Tensor]] = []
     for name, parameter in model.named_parameters():
         named.append((name, "parameter", parameter))
-        if parameter.grad is not None:
-            named.append((name, "gradient", parameter.grad))
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            named.append((name, "gradient", gradient))
     named += [(name, "parameter", buffer) for name, buffer in model.named_buffers()]
     seen = set()
     for name, role, tensor in named:

@@ -21,6 +21,8 @@ from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.spans import Spans
 from backstash.planning.run.unhooked import Unhooked
 from backstash.session import Session
+from backstash.stash.parameters import is_leaf_of_graph
+from backstash.torch_internals import gradient_of
 
 PATIENCE, IMPATIENT = 64, 2
 """For how many backward passes the profiler may wait for a place where it can be started, and after how many the loops
@@ -44,14 +46,14 @@ class Witness:
     def of(cls, model: nn.Module) -> Witness | None:
         """The first weight of a model that is trained; None if there is none."""
         each = ((module, pair) for module in model.modules() for pair in module.named_parameters(recurse=False))
-        return next((cls(module, name) for module, (name, weight) in each if weight.requires_grad), None)
+        return next((cls(module, name) for module, (name, weight) in each if is_leaf_of_graph(weight)), None)
 
     @property
     def has_gradient(self) -> bool:
         """Whether its gradient is there."""
         module = self._module()
         weights = {} if module is None else dict(module.named_parameters(recurse=False))
-        return self._name in weights and weights[self._name].grad is not None
+        return self._name in weights and gradient_of(weights[self._name]) is not None
 
 
 class Following:
