@@ -190,13 +190,18 @@ def scalar_of(node: Any, name: str) -> Any:
 
 
 class _Asked:
-    """Stands in for a node, and notes which scalars are asked for. Only what can be compared may be remembered."""
+    """Stands in for a node, and notes which scalars are asked for. Only what can be compared may be remembered.
+
+    Nodes of another type have a scalar where these have saved a tensor: that is None, and is not unpacked for the asking.
+    """
 
     def __init__(self, node: Any) -> None:
         self._node = node
         self._noted: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(self._node, f"_raw{name}"):
+            return None
         if name not in self._noted:
             getattr(self._node, name)  # or the error is the node's own
             self._noted[name] = scalar_of(self._node, name)
