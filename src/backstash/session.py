@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
@@ -236,6 +236,10 @@ class Session:
                 pack, unpack = (self._pack, self._read) if of is None else (of.pack, of.unpack)
                 self._hooks = hooks.Hooks(pack, unpack, self, self._forward)
             self._hooks.install()
+            if self._begins_as_entered():
+                self._is_entered = False
+                self._entries.add(True, self._live)
+                self._begin_step(is_early=True)
         except BaseException as error:
             entry.leave(error)
             raise
@@ -486,7 +490,15 @@ class Session:
         if not self._names.learned.assigns_data and self._names.learned.worth.begin_step():
             warnings.warn(f"the policy {self.policy!r}: {self._names.learned.worth.notice}.", stacklevel=2)
 
-    def _begin_step(self, called: nn.Module | None = None) -> None:
+    def _begins_as_entered(self) -> bool:
+        """Whether a pass begins as the Session is entered, because it may save something before any module is called.
+
+        A pass runs a script only if it was known before it has saved anything, and no module tells of it then.
+        """
+        is_early = self._names.learned.begins_early and self._live.unpacked and not self._forward.is_idle
+        return is_early and torch.is_grad_enabled() and not in_backward()
+
+    def _begin_step(self, called: nn.Module | None = None, is_early: bool = False) -> None:
         """A forward pass begins after a backward pass, with a module or without: the accounts start afresh."""
         is_noted = self._live.watcher is not None and not self._live.unpacked
         dropped = self.accounts.take_saved() if is_noted else {}
@@ -504,25 +516,27 @@ class Session:
         self._live.prefetcher.begin_step(self.policy)
         self._names.begin_step(is_next=self._live.unpacked)
         self._is_prepared = False
-        self._begin_pass(called)
+        self._begin_pass(called, is_early)
         if 0 < len(dropped) <= MOST_DROPPED:
             self.accounts.dropped = dropped
         self._live.unpacked = False  # last: what is interrupted before that is done again
 
-    def _begin_pass(self, called: nn.Module | None) -> None:
+    def _begin_pass(self, called: nn.Module | None, is_early: bool = False) -> None:
         """A pass begins, which may be one that is known (Note: [settled passes] in replay/replaying.py)."""
         replaying = self._replaying if self._may_be_known() else None
         if self._replaying is not None:
             self._replaying.abandon()  # what is left of an earlier one
-        kind = (
-            (id(called), modules.signature_of(inputs_of_call(called)), self._names.frames[0].label)
-            if called is not None and replaying is not None
-            else None
-        )
-        passes = self._names.learned.begin_pass(kind)
+        known = self._names.learned
+        kind: Hashable = None
+        if called is not None and replaying is not None:
+            inputs = modules.signature_of(inputs_of_call(called))
+            kind = known.number_of(called), inputs, self._names.frames[0].label
+        elif is_early and replaying is not None:
+            kind = "entered"
+        passes = known.begin_pass(kind)
         self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes)
         if self._is_replayed:
-            self._names.learned.runs = True
+            known.runs = True
             self._forward.step = passes.step
             return
         self.prepare(Step())
@@ -589,6 +603,7 @@ class Session:
             if self._live.monitor is not None:
                 self._live.monitor.begin_step(1)
         elif self._forward.step.accounts and not self.has_graph and not in_backward():
+            self._names.learned.begins_early |= self._live.unpacked
             self._begin_step()
             self.prepare(self._forward.step)  # this tensor goes the long way in any case
 

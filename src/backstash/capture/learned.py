@@ -291,6 +291,7 @@ class Learned:
         does not follow it and saves the same, or none has followed it for long.
 
     Attributes:
+        begins_early: whether a pass has saved something after a backward pass before any module was called.
         assigns_data: whether a step has assigned the ``.data`` of a tensor that autograd had saved. An idle Session
             does not see that (Note: [assigned data] in docs/understand/hazards.md).
         nodes: what is known of the tensors that nodes save, by module path, type of node and number.
@@ -316,10 +317,12 @@ class Learned:
         "_kind",
         "_kinds",
         "_needed",
+        "_numbers",
         "_quiet_steps",
         "_until_look",
         "_written",
         "assigns_data",
+        "begins_early",
         "counted",
         "forward_passes",
         "limit",
@@ -336,7 +339,7 @@ class Learned:
     )
 
     def __init__(self) -> None:
-        self.assigns_data = self.runs_elsewhere = False
+        self.assigns_data = self.begins_early = self.runs_elsewhere = False
         self.nodes: dict[tuple[str, type, int], tuple[KnownNode, ...]] = {}
         self.limit = Limit(MANY_NODES, MOST_NODES)
         self.noting: Any = None
@@ -354,10 +357,24 @@ class Learned:
         self._equal_passes = EQUAL_PASSES
         self._kinds: dict[Hashable, Kind] = {}  # the latest one at the end
         self._kind = Kind()  # of the latest pass
+        self._numbers: dict[int, tuple[weakref.ref[nn.Module], type, int]] = {}  # of what passes begin with, by its id
         self.runs = False
         self._given_back: Counted | None = None  # what it had saved when it was given back
         self._written: WrittenPass | None = None  # it was written down
         self.passes = self.begin_pass(None)
+
+    def number_of(self, module: nn.Module) -> int:
+        """A number for the module that a pass begins with: one that is gone gives its own to the next of its type.
+
+        Libraries wrap a model in a new module for each call, as solvers of differential equations do.
+        """
+        known = self._numbers.get(id(module))
+        if known is None or known[0]() is not module:
+            gone = (key for key, (each, of, _) in self._numbers.items() if each() is None and of is type(module))
+            heir = self._numbers.pop(next(gone, 0), None)  # no module has that id
+            number = next(_count) if heir is None else heir[2]
+            known = self._numbers[id(module)] = weakref.ref(module), type(module), number
+        return known[2]
 
     def begin_pass(self, kind: Hashable) -> Passes:
         """A pass of that kind begins (Note: [kinds of passes]); returns what is known of what it seems to be."""

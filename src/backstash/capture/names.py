@@ -192,7 +192,7 @@ def scalar_of(node: Any, name: str) -> Any:
 class _Asked:
     """Stands in for a node, and notes which scalars are asked for. Only what can be compared may be remembered.
 
-    Nodes of another type have a scalar where these have saved a tensor: that is None, and is not unpacked for the asking.
+    Where nodes of one type have a scalar and those of another a saved tensor, the tensor is None, and is not unpacked.
     """
 
     def __init__(self, node: Any) -> None:
