@@ -111,6 +111,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "graphs",
         "torch_internals",
+        "saved",
         "stores",
         "arguments",
         "policies",

@@ -236,7 +236,7 @@ class Session:
                 pack, unpack = (self._pack, self._read) if of is None else (of.pack, of.unpack)
                 self._hooks = hooks.Hooks(pack, unpack, self, self._forward)
             self._hooks.install()
-            if self._begins_as_entered():
+            if self._names.learned.begins_early and self._begins_as_entered():
                 self._is_entered = False
                 self._entries.add(True, self._live)
                 self._begin_step(is_early=True)
@@ -491,12 +491,11 @@ class Session:
             warnings.warn(f"the policy {self.policy!r}: {self._names.learned.worth.notice}.", stacklevel=2)
 
     def _begins_as_entered(self) -> bool:
-        """Whether a pass begins as the Session is entered, because it may save something before any module is called.
+        """Whether a pass begins as the Session is entered, where one has saved something before any module was called.
 
         A pass runs a script only if it was known before it has saved anything, and no module tells of it then.
         """
-        is_early = self._names.learned.begins_early and self._live.unpacked and not self._forward.is_idle
-        return is_early and torch.is_grad_enabled() and not in_backward()
+        return self._live.unpacked and not self._forward.is_idle and torch.is_grad_enabled() and not in_backward()
 
     def _begin_step(self, called: nn.Module | None = None, is_early: bool = False) -> None:
         """A forward pass begins after a backward pass, with a module or without: the accounts start afresh."""
