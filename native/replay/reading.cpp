@@ -671,7 +671,7 @@ PyObject* read_whole(Packed* packed) {
     let_go_of_made(*slot);
     if (!packed->save->is_builtin) {  // may write into it
         hold_made(*slot, {});
-        slot->session->buffers.forget(*slot);
+        slot->session->buffers.part_with(whole);
         at::Tensor counter = at::empty({0}, whole.options());
         counter.unsafeGetTensorImpl()->set_version_counter(whole.unsafeGetTensorImpl()->version_counter());
         slot->written.emplace_back(counter, static_cast<int64_t>(whole._version()));
