@@ -304,7 +304,8 @@ class Plan(Policy):
         more = tuple(decision for decision in other.decisions if decision.key not in self._by_key)
         error = math.hypot(self.error, *(decision.error for decision in more))
         others = tuple({*self.others, *other.others})
-        return replace(self, decisions=(*self.decisions, *more), others=others, error=error)
+        least = min(self.min_nbytes, other.min_nbytes)
+        return replace(self, decisions=(*self.decisions, *more), others=others, error=error, min_nbytes=least)
 
     def has_room_for(self, key: str) -> bool:
         """Returns whether the plan's peak lies elsewhere than where the value is read."""
