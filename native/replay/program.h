@@ -63,7 +63,7 @@ struct Layout {
     }
 };
 
-enum class Kind { parameter, small, loose, shape, value };
+enum class Kind { parameter, small, loose, shape, value, sparse };
 
 // Whether a kernel of the package redeem reads a saved tensor.
 enum class Claim { never, always, if_no_room };

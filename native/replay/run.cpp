@@ -85,8 +85,9 @@ void look_again(Run& run, int number, long when) { run.due[when].push_back(numbe
 
 // Takes a tensor in that is saved as that save was; whether it is one like it.
 bool is_like(const Run& run, const Save& save, PyObject* object, const at::Tensor& x) {
-    if (!is_ordinary(x)) return false;
     if ((save.call >= 0) != run.in_call) return false;
+    if (save.kind == Kind::sparse) return x.layout() != at::kStrided && !is_odd(x);
+    if (!is_ordinary(x)) return false;
     const auto in_storage = static_cast<int64_t>(x.storage().nbytes());
     if (save.kind == Kind::parameter) {
         if (storage_of(x) == save.parameter || is_parameter(object, x)) return true;
@@ -108,7 +109,7 @@ PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x
     const bool is_itself = is_leaf_of_graph(x) && save.kind != Kind::loose && save.kind != Kind::shape;
     packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : detached(x);
     packed->version = version_of(x);
-    packed->nbytes = static_cast<int64_t>(x.nbytes());
+    packed->nbytes = save.kind == Kind::sparse ? 0 : static_cast<int64_t>(x.nbytes());
     packed->node = static_cast<int64_t>(at::sequence_number::peek()) - save.gap;
     if (!is_itself) {
         packed->original = c10::weak_intrusive_ptr<at::TensorImpl>(x.getIntrusivePtr());
@@ -818,7 +819,7 @@ void break_run(Replayer& replayer) {
     for (const Object& each : run->current) {
         auto* packed = reinterpret_cast<Packed*>(each.get());
         const Kind kind = packed->save->kind;
-        if (kind == Kind::loose || kind == Kind::shape || kind == Kind::value) unnamed.push_back(packed);
+        if (kind != Kind::parameter && kind != Kind::small) unnamed.push_back(packed);
     }
     for (const auto& each_value : run->values) {
         const auto slot = each_value.lock();

@@ -523,13 +523,14 @@ def test_a_new_session_for_each_step_replays_as_well(twin: Twin) -> None:
 
 def test_what_cannot_be_replayed_says_why() -> None:
     torch.manual_seed(0)
-    model, graph = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.eye(64).to_sparse()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    turned = torch.randn(64, 64, dtype=torch.complex64).conj()
     session = Session("lossless", model=model, min_nbytes=MIN_NBYTES, stop_if_useless=False)
     for _ in range(STEPS):
         with session:
-            loss = torch.sparse.mm(graph, model(torch.ones(64, 64))).sum()
+            loss = (turned * model(torch.ones(64, 64))).abs().sum()
         loss.backward()
-    assert "another class or layout" in session.report().programs()
+    assert "another class" in session.report().programs()
 
 
 class Particular(Minifloat):

@@ -29,6 +29,8 @@ class SaveKind(IntEnum):
     SHAPE = 3
     """Nothing of it is read but its shape."""
     VALUE = 4
+    SPARSE = 5
+    """Of another layout than a strided one: it is held as it is."""
 
 
 class ClaimWay(IntEnum):

@@ -259,8 +259,10 @@ class Recorder:
             self.refuse("it takes gradients in its middle")
         save = Save(SaveKind.LOOSE, call=-1 if self._open is None else 0)  # which one, its end tells
         entry = _Entry(save, next_number=next_sequence_number())
-        if type(x) not in PLAIN or x.layout is not torch.strided or is_odd(x):
-            self.refuse("a saved tensor is of another class or layout")
+        if type(x) not in PLAIN or is_odd(x):
+            self.refuse("a saved tensor is of another class")
+        elif x.layout is not torch.strided:
+            save.kind = SaveKind.SPARSE
         else:
             save.spec, save.offset = TensorSpec.of(x), int(x.storage_offset())
             storage = x.untyped_storage()
@@ -456,7 +458,7 @@ class _Writer:
 
     def _save(self, number: int, entry: _Entry) -> Save:
         save = entry.save
-        if entry.saved is None:
+        if entry.saved is None or save.kind is SaveKind.SPARSE:
             return save
         saved = entry.saved()
         if saved is None:  # its part of the graph was dropped: nobody knows what would have become of it
