@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from backstash import BackstashError, Plan
+from backstash.planning.model.sealed import VERSION
 from backstash.stores.file import UnnamedFile
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +147,7 @@ def test_other_programs_are_started_where_the_page_says() -> None:
 
 
 def test_a_plan_that_somebody_edited_is_refused() -> None:
-    code = {"backstash": "Plan", "version": 4, "checksum": "sha256:0", "content": {"__reduce__": "os.system"}}
+    code = {"backstash": "Plan", "version": VERSION, "checksum": "sha256:0", "content": {"__reduce__": "os.system"}}
     with pytest.raises(BackstashError, match="checksum"):
         Plan.from_json(json.dumps(code))
 
