@@ -173,12 +173,16 @@ class TensorSpec:
     @classmethod
     def of(cls, x: torch.Tensor) -> TensorSpec:
         """The spec of ``x``; tensors that look the same have the same object, because training repeats itself."""
-        index = x.shape, x.stride(), x.dtype, x.device
+        try:
+            stride = x.stride()
+        except RuntimeError:  # of a compressed sparse layout
+            stride = ()
+        index = x.shape, stride, x.dtype, x.device
         known = _specs.get(index)
         if known is None:
             if len(_specs) >= _MOST_SPECS:
                 _specs.clear()
-            known = _specs[index] = cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.numel() * x.element_size())
+            known = _specs[index] = cls(tuple(x.shape), stride, x.dtype, x.device, x.numel() * x.element_size())
         return known
 
     def describes(self, x: torch.Tensor) -> bool:

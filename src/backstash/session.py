@@ -437,8 +437,6 @@ class Session:
         if self._forward.is_idle != may_idle and not in_backward():  # a node undoes what is pushed or popped in it
             self._forward.is_idle = may_idle
             (self._hooks.stop_observing if may_idle else self._hooks.observe)()
-            if may_idle and self._replaying is not None:
-                self._replaying.abandon()  # what has begun to write the pass down would hear of nothing more
         if not self._forward.is_idle:
             self._names.enter_root(module)
             # Else nobody asks, and what goes the long way alone may read no parameter again.
@@ -550,7 +548,8 @@ class Session:
             self._replaying.abandon()
             return False
         # A pass that begins inside a function, with what that has saved, is known too late.
-        return not self._forward.is_idle and not self._forward.depth and not has_compiled()
+        is_idle = self._forward.is_idle or self._may_idle()  # or is about to be, and hears of nothing more then
+        return not is_idle and not self._forward.depth and not has_compiled()
 
     def prepare(self, step: Step) -> None:
         """A value is about to go the long way: has the rooms begin the step, if it is the first one in this pass.

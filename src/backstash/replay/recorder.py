@@ -262,7 +262,7 @@ class Recorder:
         if type(x) not in PLAIN or is_odd(x):
             self.refuse("a saved tensor is of another class")
         elif x.layout is not torch.strided:
-            save.kind = SaveKind.SPARSE
+            save.kind, save.spec = SaveKind.SPARSE, TensorSpec.of(x)
         else:
             save.spec, save.offset = TensorSpec.of(x), int(x.storage_offset())
             storage = x.untyped_storage()
@@ -426,7 +426,7 @@ class _Writer:
             values[leaf].spares = 0
         self._check(values)
         written = [self._call(number, call) for number, call in enumerate(self._recorder.calls)]
-        counted = len(saves), sum(save.spec.nbytes for save in saves)
+        counted = len(saves), sum(save.spec.nbytes for save in saves if save.kind is not SaveKind.SPARSE)
         copied = [x for reference in self._recorder.copied() if (x := reference()) is not None]
         told = self._recorder.names.counted(), self._recorder.module_events, self._fetching, self._fetches(values)
         return Script(saves, values, written, len(self._registers), self._min_nbytes, counted, copied, *told)

@@ -16,6 +16,7 @@ from backstash.rewrites.differences import StepNumbers, dense_copy, first_differ
 from backstash.rewrites.state import StepState
 from backstash.saved import PLAIN
 from backstash.session import Session
+from backstash.torch_internals import gradient_of
 
 _NOT_CALLED = "the step did not call it, so nothing could be proven"
 _NOT_A_TENSOR = "its input is no plain dense tensor"
@@ -167,7 +168,8 @@ class Trials:
             with self.session or nullcontext():
                 numbers = numbers_in("what the step returns", self.step())
             for path, parameter in self.model.named_parameters():
-                numbers[f"the gradient of {path}"] = None if parameter.grad is None else dense_copy(parameter.grad)
+                gradient = gradient_of(parameter)
+                numbers[f"the gradient of {path}"] = None if gradient is None else dense_copy(gradient)
             for number, gradient in enumerate(inputs.gradients):
                 numbers[f"the gradient of the model's input {number}"] = gradient
             for path, buffer in self.model.named_buffers():
