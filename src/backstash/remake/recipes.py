@@ -53,7 +53,8 @@ class Recipe:
         leaves: the stored values that it begins from, each as often as it is read.
         references: the program's own tensors that it reads where they are.
         any_producer: whether it may have costly calls, so that what it makes is made once and shared.
-        sample: of the value that it makes, whose elements a fused kernel copies as well; None where there is none yet.
+        sample: of the value that it makes, whose elements a fused kernel copies as well; None where there is none yet,
+            or where it refers to the recipe itself because it allows an error.
         text: the recipe as text, where that is known; it is noted of each value that is forgotten.
         tree: patterns of the calls, one in another as the calls are (Note: [patterns of calls]); None where one is not
             known.

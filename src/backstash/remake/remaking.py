@@ -94,11 +94,12 @@ class Remaking:
 
     def forget(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Remade | str:
         """As Producer.forget. What the recipe begins from knows of it from now on."""
-        recipe = self._recipe(value, strongest, whole, action)
-        if not isinstance(recipe, Recipe):
-            return self.tape.noting().lack(value.key, recipe)
+        found = self._recipe(value, strongest, whole, action)
+        if isinstance(found, str):
+            return self.tape.noting().lack(value.key, found)
+        recipe, sample = found
         self.tape.noting().use(value.key, recipe)
-        remade = Remade(recipe, recipe.sample, action.otherwise)
+        remade = Remade(recipe, sample, action.otherwise)
         if recipe.from_statistics:
             remade.errors = frozenset().union(*(leaf.state.errors for leaf in recipe.leaves))
         if remade.shares:
@@ -123,7 +124,7 @@ class Remaking:
         """As Producer.stored."""
         roots.tell(value, strongest, nbytes)
 
-    def _recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> Recipe | str:
+    def _recipe(self, value: Value, strongest: Saved, whole: Tensor, action: Recompute) -> tuple[Recipe, Sample] | str:
         content = value.content
         if content is None or content.version != strongest.origin.version:
             return "what made it is not known"
@@ -164,8 +165,9 @@ class Remaking:
         self.tape.leaning.watch(value, begins_from, recipe.references)
         allows = partial(_allows, recipe, place, self._policy.revision) if bounded else None
         full = self._full or not is_known
-        recipe.sample = Sample.of(whole, self._number, full, allows, self._rows)
-        return recipe
+        sample = Sample.of(whole, self._number, full, allows, self._rows)
+        recipe.sample = sample if allows is None else None
+        return recipe, sample
 
     def find(self, value: Value, strongest: Saved) -> Recipe | str:
         """How a value could be made again, whatever made it, before anything is done about it; or why it cannot be.
