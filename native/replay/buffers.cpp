@@ -7,7 +7,10 @@
 namespace backstash::replay {
 namespace {
 
-constexpr int64_t LARGE = 1 << 20;  // as in buffers.py
+int64_t bytes_of(const Layout& layout, at::ScalarType dtype) {
+    const auto from = static_cast<int64_t>(c10::elementSize(layout.dtype));
+    return layout.nbytes / from * static_cast<int64_t>(c10::elementSize(dtype));
+}
 
 }  // namespace
 
@@ -17,14 +20,13 @@ bool Buffer::is_awaited() const {
     return whole.defined() && has_owner && !owner.expired() && static_cast<int64_t>(whole._version()) == version;
 }
 
-at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype) {
+at::Tensor Buffers::take(const Layout& layout, at::ScalarType dtype, bool waits) {
     lent_ = at::Tensor();
     keeps_ = 0;
     const auto options = at::TensorOptions().dtype(dtype).device(layout.device);
-    const int64_t itemsize = static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t nbytes = layout.nbytes / static_cast<int64_t>(c10::elementSize(layout.dtype)) * itemsize;
+    const int64_t nbytes = bytes_of(layout, dtype);
     if (!layout.device.is_cpu() || nbytes < SMALLEST) return at::empty_strided(layout.sizes, layout.strides, options);
-    if (is_planned) {
+    if (is_planned || !waits) {
         at::Tensor memory = at::empty({nbytes}, at::kByte);
         advise_huge(memory);
         at::Tensor made = at::empty({0}, options);
@@ -141,6 +143,11 @@ bool Session::has_room(int64_t more) {
     if (others_nbytes != 0)  // values that went the long way may have died since
         others_nbytes = PyLong_AsLongLong(call(others.get()).get());
     return nbytes + others_nbytes + remade_nbytes + more <= stashed_nbytes;
+}
+
+at::Tensor Session::take(const Layout& layout, at::ScalarType dtype) {
+    const int64_t nbytes = bytes_of(layout, dtype);
+    return buffers.take(layout, dtype, nbytes < SMALLEST || nbytes >= LARGE || has_room(nbytes));
 }
 
 }  // namespace backstash::replay

@@ -147,7 +147,7 @@ const std::shared_ptr<const Inputs>& inputs_of(const Slot& slot, int number) {
 
 at::Tensor memory_for(Slot& slot, const Layout& layout, bool is_own) {
     const bool is_pooled = is_own && !slot.value.shares;
-    return is_pooled ? slot.session->buffers.take(layout, layout.dtype) : empty(layout);
+    return is_pooled ? slot.session->take(layout, layout.dtype) : empty(layout);
 }
 
 // What a call has read: a copy, or a parameter where it is, which must not have been changed.
@@ -269,7 +269,7 @@ at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time
         if (!value.is_moved() || slot.unread > 1) slot.session->buffers.lend(owner, whole);  // else held until it is read
         return whole;
     }
-    at::Tensor out = slot.session->buffers.take(value.whole, value.decoded.dtype);
+    at::Tensor out = slot.session->take(value.whole, value.decoded.dtype);
     if (value.kernel) {
         const void* planes = slot.planes.const_data_ptr();
         void* to = out.data_ptr();
@@ -296,6 +296,16 @@ at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time
     return out;
 }
 
+// See decode._is_held.
+bool is_held(const Slot& slot, const at::Tensor& whole) {
+    constexpr int FEW = 2;  // as in decode.py
+    Session& session = *slot.session;
+    const auto nbytes = static_cast<int64_t>(whole.nbytes());
+    if (slot.unread <= 1 || nbytes >= (whole.is_cpu() && !session.buffers.is_planned ? LARGE : SMALLEST)) return false;
+    if (slot.unread > FEW || !whole.is_cpu()) return nbytes < SMALLEST || !session.has_room(nbytes);
+    return nbytes < SMALLEST && session.has_room(nbytes);
+}
+
 // See decode._made.
 at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
     Session& session = *slot->session;
@@ -314,9 +324,8 @@ at::Tensor made(const std::shared_ptr<Slot>& slot, bool ahead, bool borrows) {
         whole = decoded(slot, borrows, started);
         const bool is_view = borrows && slot->value.has_view;
         const int64_t nbytes = static_cast<int64_t>(whole.nbytes());
-        const bool is_small = slot->unread > 1 && nbytes < SMALLEST;
         const bool is_early = ahead && slot->unread != 0 && session.has_room(2 * nbytes);
-        if (!is_view && (is_small || is_early)) hold_made(*slot, detached(whole));
+        if (!is_view && (is_held(*slot, whole) || is_early)) hold_made(*slot, detached(whole));
     }
     session.buffers.filled(slot, whole);
     slot->taken().decode_seconds += since(started);
@@ -659,6 +668,35 @@ void hold_again(const std::shared_ptr<Slot>& slot) {
     slot->held_nbytes = nbytes;
 }
 
+// See decode._keep_mask.
+bool keep_mask(Slot& slot, const at::Tensor& whole) {
+    if (slot.unread > MANY) return false;
+    const Save* reader = nullptr;
+    for (const Packed* each : slot.members) {
+        if (each->round == slot.round) continue;
+        const bool is_same = reader == nullptr || reader->mask.get() == each->save->mask.get();
+        if (!each->save->reads_sign || !is_same) return false;
+        reader = each->save;
+    }
+    if (reader == nullptr) return false;
+    const bool is_stored = slot.state == State::stored && slot.value.mask.get() == reader->mask.get();
+    if (!is_stored && slot.bits_of != reader) {
+        const Object found = call(slot.session->encode_bits.get(), wrapped(whole).get(), reader->mask.get());
+        if (found.is_none()) return false;
+        slot.bits = THPVariable_Unpack(found.get());
+        slot.bits_of = reader;
+    }
+    return true;
+}
+
+// See decode._is_read_again.
+bool is_read_again(const Slot& slot, const at::Tensor& whole) {
+    const Buffers& buffers = slot.session->buffers;
+    const bool is_small = static_cast<int64_t>(whole.nbytes()) < LARGE && !buffers.is_planned;
+    const bool is_stored = slot.state == State::stored && whole.is_cpu() && !slot.made.defined();
+    return is_stored && is_small && !buffers.holding(slot).defined();
+}
+
 PyObject* read_whole(Packed* packed) {
     if (packed->dense.defined()) {
         check_version(packed);
@@ -669,6 +707,7 @@ PyObject* read_whole(Packed* packed) {
     at::Tensor whole = whole_of(slot, false, packed->save->is_builtin && is_in_backward());
     has_read(packed, *slot);
     let_go_of_made(*slot);
+    if (slot->unread > 0 && is_read_again(*slot, whole)) keep_mask(*slot, whole);
     if (!packed->save->is_builtin) {  // may write into it
         hold_made(*slot, {});
         slot->session->buffers.part_with(whole);
@@ -684,24 +723,7 @@ void release(const std::shared_ptr<Slot>& slot) {
     if (slot->state == State::remade && slot->value.shares) return let_go_of_made(*slot);
     if (slot->unread > 0) {
         const at::Tensor whole = slot->made.defined() ? slot->made : session.buffers.holding(*slot);
-        if (whole.defined()) {
-            if (slot->unread > MANY) return;
-            const Save* reader = nullptr;
-            for (const Packed* each : slot->members) {
-                if (each->round == slot->round) continue;
-                const bool is_same = reader == nullptr || reader->mask.get() == each->save->mask.get();
-                if (!each->save->reads_sign || !is_same) return;
-                reader = each->save;
-            }
-            if (reader == nullptr) return;
-            const bool is_stored = slot->state == State::stored && slot->value.mask.get() == reader->mask.get();
-            if (!is_stored && slot->bits_of != reader) {
-                const Object found = call(session.encode_bits.get(), wrapped(whole).get(), reader->mask.get());
-                if (found.is_none()) return;
-                slot->bits = THPVariable_Unpack(found.get());
-                slot->bits_of = reader;
-            }
-        }
+        if (whole.defined() && !keep_mask(*slot, whole)) return;
     }
     if (slot->unread <= 0) {
         slot->bits = at::Tensor();

@@ -13,7 +13,7 @@
 namespace backstash::replay {
 
 constexpr int64_t ELEMENTS = 64;       // of a sample, as in sample.py
-constexpr int64_t SMALLEST = 1 << 18;  // as in buffers.py
+constexpr int64_t SMALLEST = 1 << 18, LARGE = 1 << 20;  // as in buffers.py
 constexpr int64_t HUGE_FROM = 4 << 20;  // as in ops/cpu/library.py
 
 struct Slot;
@@ -112,7 +112,7 @@ struct Buffer {
 
 class Buffers {
 public:
-    at::Tensor take(const Layout& layout, at::ScalarType dtype);
+    at::Tensor take(const Layout& layout, at::ScalarType dtype, bool waits);
     at::Tensor holding(const Slot& owner) const;
     void filled(const std::shared_ptr<Slot>& owner, const at::Tensor& whole);
     void forget(const Slot& owner);
@@ -174,6 +174,7 @@ struct Session {
 
     void add(int64_t more);
     bool has_room(int64_t more);
+    at::Tensor take(const Layout& layout, at::ScalarType dtype);  // as decode.take_memory
 };
 
 // What a storage held at one version.

@@ -20,7 +20,8 @@ SMALLEST = 1 << 18
 """Smaller buffers are not pooled: the allocator has them at hand."""
 
 LARGE = 1 << 20
-"""Larger buffers are given back once they were read, where peaks are; smaller ones wait for the next layer."""
+"""Larger buffers are given back once they were read, where peaks are; smaller ones wait for the next layer, if there is
+room for them."""
 
 _pools: weakref.WeakSet[Buffers] = weakref.WeakSet()
 
@@ -98,14 +99,19 @@ class Buffers:
         """Remember, until the next one or the next decoding, what ``owner`` holds in memory of its own."""
         self._lent = weakref.ref(owner), whole, whole._version
 
-    def take(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        """Memory laid out like ``spec``, of elements of ``dtype``, contents undefined."""
+    def take(self, spec: TensorSpec, dtype: torch.dtype, waits: bool = True) -> Tensor:
+        """Memory laid out like ``spec``, of elements of ``dtype``, contents undefined.
+
+        Args:
+            spec, dtype: of the memory.
+            waits: whether the pool may hold it until it is used again.
+        """
         self._lent = None
         self._keeps = 0
         nbytes = spec.numel * dtype.itemsize
         if spec.device.type != "cpu" or nbytes < SMALLEST:
             return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
-        if self.is_planned:
+        if self.is_planned or not waits:
             memory = _bytes_in_huge_pages(nbytes).untyped_storage()
             return torch.empty(0, dtype=dtype, device="cpu").set_(memory, 0, spec.shape, spec.stride)  # type: ignore[call-overload]
         fitting = [b for b in self._buffers if nbytes <= b.memory.numel() and b.free]

@@ -15,7 +15,7 @@ from backstash.codecs.direct import Direct, MaskBits, Readable
 from backstash.errors import SavedTensorModifiedError
 from backstash.policies.base import Stash
 from backstash.saved import Need, SavedTensor, TensorSpec
-from backstash.stash.buffers import SMALLEST
+from backstash.stash.buffers import LARGE, SMALLEST
 from backstash.stash.comparing import COMPUTED
 from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.place import Place
@@ -157,6 +157,8 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
     whole = dense(value, False, borrows)
     saved.has_read()
     value.let_go()
+    if value.reads.unread and _is_read_again(value, whole):
+        _keep_mask(value, whole)
     if not saved.builtin:  # may write into it (Note: [reader that writes] in hazards.md)
         value.hold(None)
         value.live.buffers.part_with(whole)
@@ -225,15 +227,26 @@ def _decoded(value: Value, form: Form, ahead: bool, borrows: bool) -> Tensor:
         else:
             with codecs.numbers.deferring(partial(_damaged, value)):
                 form.codec.decode(encoded, whole)
-        # What is in no pool of buffers is held for the other readers.
-        if (reads.unread > 1 and whole.nbytes < SMALLEST) or (
-            ahead and reads.unread and value.live.has_room(2 * whole.nbytes)
-        ):
+        if _is_held(value, whole) or (ahead and reads.unread and value.live.has_room(2 * whole.nbytes)):
             value.hold(whole.detach())
     buffers.filled(form, whole)
     value.account.decode_seconds += time.perf_counter() - started
     value.account.decodes += 1
     return whole
+
+
+def _is_held(value: Value, whole: Tensor) -> bool:
+    """Whether what was decoded into memory of its own is held for the readers to come, beside the planes."""
+    unread, nbytes, buffers = value.reads.unread, whole.nbytes, value.live.buffers
+    if unread <= 1 or nbytes >= (LARGE if whole.is_cpu and not buffers.is_planned else SMALLEST):
+        return False
+    if unread > FEW or not whole.is_cpu:
+        return nbytes < SMALLEST or not value.live.has_room(nbytes)
+    return nbytes < SMALLEST and value.live.has_room(nbytes)
+
+
+FEW = 2
+"""A value that no more read than that is decoded for each of them on CPU where there is no room to hold it."""
 
 
 def _damaged(value: Value, flag: Tensor, message: str) -> None:
@@ -255,7 +268,8 @@ def decoded_dtype(codec: Codec, spec: TensorSpec) -> torch.dtype:
 
 def take_memory(value: Value, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
     """Memory from the pool of decode buffers, laid out like ``spec``; its contents are undefined."""
-    memory = value.live.buffers.take(spec, dtype)
+    nbytes = spec.numel * dtype.itemsize
+    memory = value.live.buffers.take(spec, dtype, nbytes >= LARGE or value.live.has_room(nbytes))
     if value.live.watcher is not None:
         value.live.watcher.taken(memory)
     return memory
@@ -268,22 +282,8 @@ def release(value: Value) -> None:
         value.let_go()
         return
     whole = state.made if state.made is not None else buffers.holding(state)
-    if whole is not None and reads.unread > 0:
-        if reads.unread > MANY:
-            return
-        unread = [member for member in value.saved() if member.round != reads.round]
-        mask = unread[0].mask if unread else None
-        if mask is None:
-            return
-        codec = codecs.Bitmask(mask)
-        if (
-            any(member.need is not Need.SIGN or member.mask != mask for member in unread)
-            or codec.accepts(TensorSpec.of(whole)) is not None
-        ):
-            return
-        stored = state.form is not None and state.form.mask == mask
-        if not stored and (reads.bits is None or reads.bits[0] != mask):
-            reads.bits = mask, codec, codec.encode(whole)
+    if whole is not None and reads.unread > 0 and not _keep_mask(value, whole):
+        return
     if reads.unread <= 0:
         reads.bits = None
     del whole
@@ -294,6 +294,31 @@ def release(value: Value) -> None:
             value.live.watcher.released(whole)
         del whole
     buffers.release(state)
+
+
+def _is_read_again(value: Value, whole: Tensor) -> bool:
+    """Whether a small value on CPU is decoded once more for its next reader."""
+    live = value.live
+    is_small = isinstance(value.state, Form) and whole.is_cpu and whole.nbytes < LARGE and not live.buffers.is_planned
+    return is_small and value.state.made is None and live.buffers.holding(value.state) is None
+
+
+def _keep_mask(value: Value, whole: Tensor) -> bool:
+    """Whether the readers to come need the mask of a decoded or remade tensor and no more; then that is kept."""
+    reads = value.reads
+    if reads.unread > MANY:
+        return False
+    unread = [member for member in value.saved() if member.round != reads.round]
+    mask = unread[0].mask if unread else None
+    if mask is None or any(member.need is not Need.SIGN or member.mask != mask for member in unread):
+        return False
+    codec = codecs.Bitmask(mask)
+    if codec.accepts(TensorSpec.of(whole)) is not None:
+        return False
+    form = value.state.form
+    if (form is None or form.mask != mask) and (reads.bits is None or reads.bits[0] != mask):
+        reads.bits = mask, codec, codec.encode(whole)
+    return True
 
 
 MANY = 8
