@@ -9,7 +9,8 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -204,10 +205,31 @@ def test_autocast_is_another_kind_of_steps() -> None:
     assert inside != signature_of([x])
 
 
+class Rows(UserDict[str, Any]):
+    """Iterates over the rows of its tensors and not over its keys."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("iteration over no rows")
+
+    def values(self) -> Any:
+        """The tensors."""
+        return self.data.values()
+
+
+class Closed(Rows):
+    """Has nothing to do with those who look into it."""
+
+    def values(self) -> Any:
+        """Refuses."""
+        raise RuntimeError("not yet")
+
+
 def test_signatures_are_of_nested_inputs() -> None:
     x, ids = torch.ones(4, 3), torch.ones(4, 7, dtype=torch.int64)
     assert signature_of({"a": [x], "b": (ids, None, 3)}) == (((4, 3), "float32"), ((4, 7), "int64"))
     assert signature_of([1, None]) == ()
+    assert signature_of(Rows({"a": x, "b": [ids]})) == (((4, 3), "float32"), ((4, 7), "int64"))
+    assert signature_of([Closed({"a": x}), ids]) == (((4, 7), "int64"),)
     assert size_ratio(signature_of([x]), signature_of([torch.ones(8, 3)])) == 2
     assert size_ratio(signature_of([ids]), signature_of([torch.ones(4, 14, dtype=torch.int64)])) == 4
     assert size_ratio(signature_of([ids]), signature_of([ids[:, :3]])) < 1

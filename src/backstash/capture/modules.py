@@ -216,7 +216,7 @@ def calls_in_progress(thread: int) -> list[tuple[nn.Module, int]]:
 
 
 def signature_of(inputs: Any) -> Signature:
-    """Shapes and dtypes of the tensors in nested lists, tuples and dicts; empty if there are none."""
+    """Shapes and dtypes of the tensors in nested lists, tuples and mappings; empty if there are none."""
     found: list[tuple[tuple[int, ...], str]] = []
     waiting = [inputs]
     while waiting and len(found) < MOST_TENSORS:
@@ -224,14 +224,20 @@ def signature_of(inputs: Any) -> Signature:
         if isinstance(item, Tensor):
             sizes = (item.numel(),) if item.is_nested else tuple(map(int, item.shape))  # those of a nested one are none
             found.append((sizes, str(item.dtype).removeprefix("torch.")))
-        elif isinstance(item, Mapping):
-            waiting += reversed([item[key] for key in item])
-        elif isinstance(item, (list, tuple)):
-            waiting += reversed(item)
+        elif isinstance(item, (Mapping, list, tuple)):
+            waiting += reversed(_parts_of(item))
     for device in ("cpu", accelerator.kind()):
         if found and device is not None and torch.is_autocast_enabled(device):
             found.append(((), f"{AUTOCAST} {torch.get_autocast_dtype(device)}"))
     return tuple(found)
+
+
+def _parts_of(item: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> list[Any]:
+    """What is in a container; nothing where it is of a class of the program's that is not to be read like that."""
+    try:
+        return list(item.values() if isinstance(item, Mapping) else item)
+    except Exception:
+        return []
 
 
 def keep(asking: object) -> None:
