@@ -204,3 +204,45 @@ def test_what_causes_most_of_the_error_is_measured_alone(number: int) -> None:
     assert sorted(key for group, _ in found for key in group) == sorted(causes)
     assert all(square == sum(causes[key] for key in group) for group, square in found)
     assert number > 40 or not causes.get("7") or (["7"], 1.0) in [(list(group), square) for group, square in found]
+
+
+class Block(nn.Module):
+    """A transformer's block, all of whose biases begin with zeros."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        sizes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
+        self.qkv, self.out, self.wide, self.narrow = (nn.Linear(*each) for each in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, tokens, width] to the same."""
+        q, k, v = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in self.qkv(self.norms[0](x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.flatten(2))
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norms[1](x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_limit_holds_where_weights_begin_with_zeros(is_tied: bool) -> None:
+    """Sizes are those behind the first update, where no weight is zero; errors are those of the step that comes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(200, 64), Block(), Block(), Block(), nn.LayerNorm(64), nn.Linear(64, 200))
+    for each in model.modules():
+        if isinstance(each, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(each.weight, std=0.02)
+        if isinstance(each, nn.Linear):
+            nn.init.zeros_(each.bias)
+    if is_tied:
+        model[0].weight = model[-1].weight  # type: ignore[union-attr]
+    ids = torch.randint(0, 200, (8, 64))
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    found = bs.profile(lambda: loss().backward(), model)
+    for limit in (0.002, 0.01):
+        plan = bs.plan(found, "36%", allow=EVERYTHING, error_limit=limit)
+        off = measured(plan, model, loss)
+        assert plan.error <= limit
+        assert off <= 1.001 * plan.error

@@ -180,8 +180,12 @@ def profile(
             return own / plain_times[0]
 
     def off_by(policy: Policy) -> float | None:
+        found = []
         with _undone(step, models, link is not None) as runs:
-            return _off_by(runs.once, Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30))
+            for once in (runs.once, runs.once_as_given)[: 1 + runs.fills]:
+                session = Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30)
+                found.append(_off_by(once, session))
+        return max((each for each in found if each is not None), default=None)
 
     @cache  # what belongs to a plan that was made with more is found again
     def tries_more(more: tuple[str, ...]) -> StepProfile:
@@ -235,6 +239,7 @@ class _Runs:
         waits: whether the time counts in which it waits for a store.
 
     Attributes:
+        fills: whether the weights have numbers in the place of zeros that an update does not leave.
         seconds: the time of the last run. On a single thread of the CPU, time in which the machine did other work is
             left out: there is one run, not the shortest of some.
     """
@@ -244,6 +249,11 @@ class _Runs:
         self._step, self._state = step, state
         self._is_alone = not waits and torch.get_num_threads() == 1 and accelerator.kind() is None
         self._profiled = [without_initial_zeros(each) for each in state.states]
+        self.fills = any(
+            filled.contents[number][1] is not content
+            for given, filled in zip(state.states, self._profiled, strict=True)
+            for number, (_, content) in given.contents.items()
+        )
         self._is_first = True
 
     def restore(self) -> None:
@@ -255,6 +265,13 @@ class _Runs:
     def once(self, session: Session | None = None) -> None:
         """Restores all but the gradients, and runs the step, under a Session if there is one."""
         self.restore()
+        self.run(session)
+
+    def once_as_given(self, session: Session | None = None) -> None:
+        """The same with the weights as they are now, zeros included: errors may be larger beside smaller gradients."""
+        self._state.rewind()
+        for each in self._state.states:
+            each.restore()
         self.run(session)
 
     def run(self, session: Session | None = None) -> None:
