@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from comet_networks import batches, network, sgd
-from torch import nn
+from torch import Tensor, nn
 
 from backstash import Session
 from backstash.papers.comet import Comet, comet
@@ -149,3 +150,114 @@ def test_a_gradient_that_is_gone_leaves_the_scale_alone() -> None:
         optimizer.zero_grad()
         optimizer.step()
     assert policy.bounds and all(bound > 0 for bound in policy.bounds.values())
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""Of a critic, for real and false images."""
+
+
+def off(make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer], losses: list[Loss]) -> tuple[float, float]:
+    """How far COMET puts a weight gradient off at sigma 1 %: as a share of the momentum's magnitude, and of its own.
+
+    Args:
+        make: the optimizer.
+        losses: one for each backward pass of a step.
+    """
+    torch.manual_seed(0)
+    layers = [layer for size in (3, 16) for layer in (nn.Conv2d(size, 16, 3, padding=1), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 1))
+    weight = model.get_parameter("2.weight")
+    optimizer = make(model.parameters())
+    session = Session(comet("conv", every=8, optimizer=optimizer), model=model, min_nbytes=1024)
+    found = []
+    for step in range(34):
+        images = [torch.randn(64, 3, 16, 16) + 2 for _ in range(2)]
+        grads = []
+        for inside in (nullcontext(), session):
+            optimizer.zero_grad()
+            for loss in losses:
+                with inside:
+                    total = loss(model, *images)
+                total.backward()
+            assert weight.grad is not None
+            grads.append(weight.grad.clone())
+        optimizer.step()
+        if step >= 30:
+            error = (grads[1] - grads[0]).square().mean().sqrt()
+            momentum = optimizer.state[weight].get("momentum_buffer", grads[0])
+            found.append((float(error / momentum.abs().mean()), float(error / grads[0].abs().mean())))
+    return max(share for share, _ in found), max(share for _, share in found)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [lambda model, real, false: model(real).mean() - model(false).mean()],
+        [lambda model, real, false: model(real).mean(), lambda model, real, false: -model(false).mean()],
+    ],
+    ids=["two calls", "two passes"],
+)
+def test_gradients_that_cancel_each_other_out_have_the_wanted_error(losses: list[Loss]) -> None:
+    """A critic's gradients of real and false images are almost alike; their errors are not."""
+    of_momentum, _ = off(lambda weights: torch.optim.SGD(weights, 1e-3, momentum=0.5), losses)
+    assert of_momentum < 0.03
+
+
+class OfUpdates(torch.optim.SGD):
+    """Its momentum is a mean of updates, not of gradients, as that of transformers' Adafactor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Moves each weight by the signs of its gradient's elements."""
+        for weight in self.param_groups[0]["params"]:
+            state, update = self.state[weight], weight.grad.sign() * self.param_groups[0]["lr"]
+            state["exp_avg"] = update if "exp_avg" not in state else state["exp_avg"].lerp(update, 0.1)
+            weight.data.sub_(state["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: torch.optim.RMSprop(weights, 1e-4, momentum=0.9),
+        lambda weights: OfUpdates(weights, 1e-4),
+    ],
+    ids=["RMSprop", "updates"],
+)
+def test_a_momentum_that_is_not_made_of_gradients_is_none(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    _, of_gradient = off(make, [lambda model, real, false: model(real)[:, 0] @ torch.linspace(-1.0, 1.0, 64)])
+    assert 0.001 < of_gradient < 0.03
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: torch.optim.SGD(weights, 1e-3, momentum=0.9, dampening=0.5, weight_decay=0.1),
+        lambda weights: torch.optim.SGD(weights, 1e-3, momentum=0.9, nesterov=True, maximize=True),
+        lambda weights: torch.optim.Adam(weights, 1e-3, weight_decay=0.1),
+        lambda weights: torch.optim.AdamW(weights, 1e-3, amsgrad=True),
+        lambda weights: torch.optim.NAdam(weights, 1e-3),
+        lambda weights: torch.optim.Adamax(weights, 1e-3),
+    ],
+    ids=["SGD", "Nesterov", "Adam", "AdamW", "NAdam", "Adamax"],
+)
+def test_a_momentum_that_is_made_of_gradients_is_one(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = network()
+    optimizer = make(model.parameters())
+    policy = comet(every=4, optimizer=optimizer, samples=0)
+    session = Session(policy, model=model, min_nbytes=0)
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Conv2d)]
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        with session:
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert [policy._momentum.of(weight) for weight in weights] == [
+        pytest.approx(float(momentum_in(optimizer, weight).abs().mean())) for weight in weights
+    ]
+
+
+def momentum_in(optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
+    """As the optimizer has it."""
+    state = optimizer.state[weight]
+    found: Tensor = state["momentum_buffer"] if "momentum_buffer" in state else state["exp_avg"]
+    return found

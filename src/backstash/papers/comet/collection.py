@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from backstash.papers.comet.layers import Linear
 from backstash.policies.base import hide_from_dynamo, no_torch_function
 
+SUMMED = 1 << 12
+"""So many elements of a tensor speak for it, and less than twice as many at most."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, weakref_slot=True)
 class LayerReading:
     """The numbers of a layer in a collecting step. If a module runs twice they add up, as its weight gradients do.
 
@@ -27,8 +31,10 @@ class LayerReading:
         limit: the bound with which the input's gradient is off by its share ``sigma``; infinity if it is not off.
         energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
             backward has run.
-        magnitude: mean magnitude of the weight gradient.
-        scale: mean magnitude of the gradient that the optimizer got, over ``magnitude``; None until its step.
+        summed: elements of the weight gradient at even distances, which all calls of the layer have added to.
+        accumulated: mean magnitude of what the latest backward pass has left in ``parameter.grad``; None before that.
+        scale: by how much the optimizer's gradient is another one than those of the passes that it consists of, and how
+            many these are; None until its step (Note: [gradients on the way to the optimizer] in momentum.py).
         error: mean square of the weight gradient's difference from the exact gradient; None if it was not compared.
         cosine: cosine between these two gradients.
     """
@@ -40,14 +46,46 @@ class LayerReading:
     coarsest: Tensor | float = math.inf
     limit: Tensor | float = math.inf
     energy: Tensor | None = None
-    magnitude: Tensor | float = 0.0
+    summed: Tensor | None = None
+    accumulated: Tensor | None = None
     scale: Tensor | None = None
     error: Tensor | float | None = None
     cosine: Tensor | float = 1.0
 
+    @property
+    def magnitude(self) -> Tensor | float:
+        """Mean magnitude of the weight gradient: calls of the layer may cancel each other out."""
+        return 0.0 if self.summed is None else self.summed.abs().mean(dtype=torch.float32)
+
+    def add(self, weight_grad: Tensor) -> None:
+        """A call of the layer has made that gradient."""
+        found = some(weight_grad)
+        self.summed = found if self.summed is None else self.summed + found
+
+    def listen(self) -> Callable[[], None]:
+        """Has backward passes tell what they leave in ``parameter.grad``, until the returned function is called."""
+        this = weakref.ref(self)
+
+        def accumulate(parameter: Tensor) -> None:
+            reading, grad = this(), parameter.grad
+            # A distributed tensor would wait for other processes, which may not collect in this step.
+            if reading is not None and type(grad) is Tensor and not grad.is_sparse:
+                with no_torch_function(), torch.no_grad():
+                    reading.accumulated = grad.abs().mean(dtype=torch.float32)
+
+        hide_from_dynamo(accumulate, and_all_below=True)
+        end: Callable[[], None] = self.parameter.register_post_accumulate_grad_hook(accumulate).remove
+        return end
+
     def keep_below(self, bound: Tensor) -> None:
         """Allow no bound above the given bound."""
         self.coarsest = smaller(self.coarsest, bound)
+
+
+def some(x: Tensor) -> Tensor:
+    """A copy of elements at even distances, [n], all of them where there are less than :data:`SUMMED`."""
+    flat = x.flatten()
+    return flat[:: max(1, flat.numel() // SUMMED)].to(torch.float32, copy=True)
 
 
 def smaller(known: Tensor | float, found: Tensor) -> Tensor:
@@ -77,7 +115,7 @@ def collector(
             grad, weight_grad, weight = grad.detach(), weight_grad.detach(), reading.parameter.detach()
             energy = layer.energy(grad, weight)
             reading.energy = energy if reading.energy is None else reading.energy + energy
-            reading.magnitude = reading.magnitude + weight_grad.abs().mean(dtype=torch.float32)
+            reading.add(weight_grad)
             coarsest = layer.coarsest(sigma, outgoing[0], weight_grad, weight)
             if coarsest is not None:
                 reading.keep_below(coarsest)

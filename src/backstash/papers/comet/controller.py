@@ -196,7 +196,7 @@ class Comet(Policy):
             relu reads the value as well.
         optimizer: the optimizer whose state holds the momentum (that of SGD, or the first momentum of Adam and its
             kind). Without an optimizer, or for a weight without momentum, a running mean of the weight gradient's
-            magnitude serves.
+            magnitude serves, and so it does where the momentum is not made of gradients, as that of RMSprop.
         cosine: if the cosine between the weight gradient and the exact gradient is below this, the bound is halved.
         samples: how many layers a collection measures.
         recompute: whether values are remade.
@@ -409,7 +409,10 @@ class Comet(Policy):
         with torch.no_grad():
             layer = layer_of(node, x, saved.key in self._sampled)
             spread = layer.spread(x)
-            reading = self._readings.setdefault(saved.key, LayerReading(parameter, layer.shares, spread, pattern(x)))
+            reading = self._readings.get(saved.key)
+            if reading is None:
+                reading = self._readings[saved.key] = LayerReading(parameter, layer.shares, spread, pattern(x))
+                self._momentum.listen(reading)
             reading.keep_below(_COARSEST * spread)
             exact = x.detach().clone() if saved.key in self._sampled else None
         node.register_hook(collector(reading, layer, self.sigma, WEIGHTS[saved.op], exact))
@@ -436,6 +439,7 @@ class Comet(Policy):
         if has_run and self._momentum.is_awaited:
             return None
         readings, self._readings = self._readings, {}
+        self._momentum.end()
         self._revision = object()
         scalars = Scalars()
         found = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from backstash.papers.comet.collection import LayerReading
+from backstash.papers.comet.collection import LayerReading, some
 from backstash.policies.base import no_torch_function
 
 MOST_PASSES = 256
@@ -17,6 +18,12 @@ MOST_PASSES = 256
 
 _NAMES = ("momentum_buffer", "exp_avg")
 """What the optimizers of torch call a momentum in their state: SGD, and Adam with its kind."""
+
+_LEAST, _MOST = 1e-4, 1.01
+"""What a momentum takes of a gradient: of Adam's kind one less beta, of SGD all where nothing is dampened."""
+
+_ROUNDINGS = 16
+"""How many roundings of its numbers a momentum may be off from what is made of gradient, momentum and weight."""
 
 
 class Momentum:
@@ -29,9 +36,16 @@ class Momentum:
         gradients, so their share of the momentum is only right if both are measured in the same units. In a ResNet-50
         whose gradients were clipped to a hundredth the bounds were a hundred times too small, which takes six bits
         more for every element. Therefore the optimizer's step is watched after each collection. The mean magnitude of
-        a weight's gradient at that time, over its mean magnitude in backward, is the weight's scale, and its momentum
-        is divided by the scale. If several passes are added up, each pass may have a smaller error then, so that the
-        sum has the wanted error.
+        a weight's gradient at that time, over its mean magnitude when the latest backward pass had added to it, is what
+        the program has multiplied it with. That times the number of passes is the weight's scale, and its momentum is
+        divided by the scale: each of several passes may have a smaller error, so that the sum has the wanted one. A
+        ratio to the gradients of a single pass, or a call, would not do: those of a critic's real and false images
+        almost cancel each other out, and their errors do not.
+
+    Note: [momenta of something else]
+        RMSprop's momentum consists of gradients that are divided by their size, and that of transformers' Adafactor of
+        whole updates: in the units of gradients they say nothing. So the first step that is watched shows whether a
+        weight's momentum is made of its gradient. If not, the gradients themselves serve, as without a momentum.
 
     Args:
         optimizer: the optimizer, or one around it (with an attribute ``optimizer``). None: no weight has a momentum.
@@ -40,6 +54,9 @@ class Momentum:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
         self._waiting: Mapping[str, LayerReading] = {}
+        self._listening: list[Callable[[], None]] = []  # what ends it
+        self._before: list[tuple[nn.Parameter, Tensor]] = []  # and elements of gradient, momentum and weight, [n, 3]
+        self._is_of_gradients: MutableMapping[nn.Parameter, bool] = WeakTensorKeyDictionary()
         register = _registration(optimizer)
         self._passes = self._awaited = 0  # since the optimizer's step; and since scales were asked for
         self._most_awaited = 0 if register is None else MOST_PASSES
@@ -51,7 +68,13 @@ class Momentum:
                 if momentum is not None:
                     momentum._compare()
 
-            weakref.finalize(self, register(before_step).remove)
+            def after_step(*_: Any) -> None:
+                momentum = this()
+                if momentum is not None:
+                    momentum._prove()
+
+            for hook, tells in zip(register, (before_step, after_step), strict=True):
+                weakref.finalize(self, hook(tells).remove)
 
     @property
     def is_awaited(self) -> bool:
@@ -70,6 +93,16 @@ class Momentum:
         """Notes the scales of these readings at the optimizer's next step."""
         self._waiting, self._awaited = readings, 0
 
+    def listen(self, reading: LayerReading) -> None:
+        """Has backward passes tell the reading what they leave behind, until :meth:`end`."""
+        if self._most_awaited:
+            self._listening.append(reading.listen())
+
+    def end(self) -> None:
+        """The readings are complete."""
+        while self._listening:
+            self._listening.pop()()
+
     def of(self, parameter: nn.Parameter) -> float | None:
         """Returns the mean magnitude of the parameter's momentum as the optimizer has it, or None without one."""
         mean = self.mean_of(parameter)
@@ -77,29 +110,71 @@ class Momentum:
 
     def mean_of(self, parameter: nn.Parameter) -> Tensor | None:
         """As :meth:`of`, without a wait for a device."""
+        momentum = self._momentum_of(parameter)
+        if momentum is None or not self._is_of_gradients.get(parameter, True):
+            return None
+        return momentum.detach().abs().mean(dtype=torch.float32)
+
+    def _momentum_of(self, parameter: nn.Parameter) -> Tensor | None:
         state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
-        momentum = next((state[name] for name in _NAMES if isinstance(state.get(name), Tensor)), None)
-        return None if momentum is None else momentum.detach().abs().mean(dtype=torch.float32)
+        return next((state[name] for name in _NAMES if isinstance(state.get(name), Tensor)), None)
 
     def _compare(self) -> None:
         readings, self._waiting = self._waiting, {}
-        self._most_awaited, self._passes = 2 * max(1, self._passes), 0
+        passes, self._passes = max(1, self._passes), 0
+        self._most_awaited = 2 * passes
+        self.end()
         with no_torch_function(), torch.no_grad():
             for reading in readings.values():
                 grad = reading.parameter.grad
                 # A distributed tensor would wait for other processes, which may not collect in this step.
-                if reading.energy is not None and type(grad) is Tensor and not grad.is_sparse:
-                    reading.scale = grad.abs().mean(dtype=torch.float32) / reading.magnitude
+                if reading.energy is None or type(grad) is not Tensor or grad.is_sparse:
+                    continue
+                if reading.parameter not in self._is_of_gradients:
+                    momentum = self._momentum_of(reading.parameter)
+                    known = torch.zeros_like(grad) if momentum is None else momentum
+                    sides = [some(each) for each in (grad, known, reading.parameter.detach())]
+                    self._before.append((reading.parameter, torch.stack(sides, 1)))
+                mean = grad.abs().mean(dtype=torch.float32)
+                if reading.accumulated is None:  # the program has put it there itself
+                    reading.scale = mean / reading.magnitude
+                else:
+                    reading.scale = mean / reading.accumulated * passes
+
+    def _prove(self) -> None:
+        """Notes which momenta are made of gradients (Note: [momenta of something else])."""
+        before, self._before = self._before, []
+        with no_torch_function(), torch.no_grad():
+            for parameter, sides in before:
+                momentum = self._momentum_of(parameter)
+                if type(momentum) is Tensor:
+                    eps = _ROUNDINGS * torch.finfo(momentum.dtype).eps
+                    found = _is_made_of(some(momentum).double().cpu(), sides.double().cpu(), eps)
+                    self._is_of_gradients[parameter] = found
 
 
-def _registration(optimizer: Any) -> Callable[[Callable[..., None]], Any] | None:
-    """Returns the function that registers a hook before the optimizer's step, or None if the optimizer has no hooks."""
+def _is_made_of(momentum: Tensor, sides: Tensor, eps: float) -> bool:
+    """Whether a momentum, [n], is a sum of multiples of gradient, earlier momentum and weight, [n, 3].
+
+    Args:
+        momentum, sides: elements of them.
+        eps: by what share of its length it may be off.
+    """
+    if not bool(sides.isfinite().all() and momentum.isfinite().all()):
+        return False
+    lengths = sides.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+    shares = torch.linalg.lstsq(sides / lengths, momentum[:, None], driver="gelsd").solution[:, 0] / lengths
+    off = float((sides @ shares - momentum).norm())
+    return off <= eps * float(momentum.norm()) and _LEAST <= abs(float(shares[0])) <= _MOST
+
+
+def _registration(optimizer: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Returns what registers hooks before and behind the optimizer's step, or None if the optimizer has no hooks."""
     while optimizer is not None:
         try:
             optimizer.register_step_pre_hook(lambda *_: None).remove()
         except AttributeError:  # a class around an optimizer, which did not initialise what it inherits
             optimizer = getattr(optimizer, "optimizer", None)
         else:
-            register: Callable[[Callable[..., None]], Any] = optimizer.register_step_pre_hook
-            return register
+            return optimizer.register_step_pre_hook, optimizer.register_step_post_hook
     return None
