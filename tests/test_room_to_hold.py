@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -83,3 +86,43 @@ def test_what_a_segment_has_read_is_gone_when_the_segment_is(policy: str) -> Non
     session = bs.Session(policy, stop_if_useless=False)
     assert max(peaks(session)) <= 1.02 * max(peaks(bs.Session("keep")))
     assert session._is_replayed
+
+
+def _relu(rows: int) -> tuple[nn.Module, torch.Tensor]:
+    """A relu of 512 bytes a row, which a product and the relu itself read."""
+    return nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 4)), torch.randn(rows, 8)
+
+
+def _dropout(rows: int) -> tuple[nn.Module, torch.Tensor]:
+    """A dropout of 16 KiB a row, which is read first, and a wide layer whose gradients are the peak."""
+    layers = nn.Linear(2048, 256), nn.Tanh(), nn.Linear(256, 4096), nn.Dropout(0.5), nn.Linear(4096, 8)
+    return nn.Sequential(*layers), torch.randn(rows, 2048)
+
+
+@pytest.mark.parametrize("min_nbytes", [0, None])
+@pytest.mark.parametrize(
+    ("make", "rows"), [(_relu, 64), (_relu, 384), (_relu, 511), (_relu, 1024), (_dropout, 16), (_dropout, 56)]
+)
+def test_small_values_take_no_more_than_plain(
+    make: Callable[[int], tuple[nn.Module, torch.Tensor]], rows: int, min_nbytes: int | None
+) -> None:
+    """No buffer waits below a peak, and planes and what was decoded from them do not lie side by side at one."""
+
+    def peaks(session: AbstractContextManager[object], model: nn.Module, x: torch.Tensor) -> list[int]:
+        found = []
+        for _ in range(8):
+            model.zero_grad()
+            with CountedPeak() as counted:
+                with session:
+                    loss = model(x).square().mean()
+                loss.backward()
+                del loss
+            found.append(counted.peak_nbytes)
+        return found
+
+    torch.manual_seed(0)
+    model, x = make(rows)
+    plain = max(peaks(nullcontext(), model, x))
+    chosen = {} if min_nbytes is None else {"min_nbytes": min_nbytes}
+    session = bs.Session("lossless", model=model, stop_if_useless=False, **chosen)  # type: ignore[arg-type]
+    assert max(peaks(session, model, x)[1:]) <= plain + 2048  # proofs on first use take more

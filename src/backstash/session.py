@@ -549,7 +549,7 @@ class Session:
             return False
         # A pass that begins inside a function, with what that has saved, is known too late.
         is_idle = self._forward.is_idle or self._may_idle()  # or is about to be, and hears of nothing more then
-        return not is_idle and not self._forward.depth and not has_compiled()
+        return not is_idle and not self._forward.depth
 
     def prepare(self, step: Step) -> None:
         """A value is about to go the long way: has the rooms begin the step, if it is the first one in this pass.

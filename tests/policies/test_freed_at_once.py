@@ -1,4 +1,4 @@
-"""What a step has stored is freed when its graph is: nothing waits for Python's collector of cycles."""
+"""Stored values are freed as their graph is: nothing waits for the collector of cycles that Python has."""
 
 from __future__ import annotations
 

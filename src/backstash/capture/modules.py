@@ -34,6 +34,7 @@ from backstash.torch_internals import (
     compiler,
     count_function_modes,
     current_function_mode,
+    has_compiled,
     hide_from_dynamo,
     ignore_global_hooks_of_compiled_modules,
     is_dynamo_compiling,
@@ -154,7 +155,7 @@ def rest(root: nn.Module) -> None:
     if not root._modules or isinstance(root, (torch.jit.ScriptModule, *_FUSED)):
         return
     with _lock:
-        if _kept or len(_listeners) != 1 or _resting is not None or _numbers is None:
+        if _kept or len(_listeners) != 1 or _resting is not None or _numbers is None or has_compiled():
             return
         _unhook()
         _resting = _hooked = root  # first: if this is interrupted, all of it is undone

@@ -425,6 +425,7 @@ class StepRecord:
             self._alive[facts.ptr] = memory
             self.memory.append(memory)
         else:
+            self._release({"address": facts.ptr})  # memory of its own is given back as its reader is done with it
             released = self._alive.pop(facts.ptr, None)
             if released is None:  # Note: [freed from before]
                 return
