@@ -53,7 +53,7 @@ def fit(
 
     The script runs on the CPU, without numbers and without their memory. {size} among its arguments stands for the
     size, as in `backstash fit --device h100-80gb train.py --batch {size}`. Without it, the size that the script has is
-    tried.
+    tried. Options that stand in front of the script are the script's own behind it, and so is all behind --.
     """
     out = file_for("--out", out)
     check_options(None, allow)

@@ -64,7 +64,8 @@ def complete_allocator(incomplete: str) -> list[tuple[str, str]]:
 class ScriptCommand(TyperCommand):
     """A command whose long options may also stand among the script's, while everything else there is the script's.
 
-    ``compare train.py -m resnet --repeats 3`` gives ``-m resnet`` to the script and ``--repeats 3`` to the command.
+    ``compare train.py -m resnet --repeats 3`` gives ``-m resnet`` to the script and ``--repeats 3`` to the command. An
+    option that was given in front of the script is the script's own behind it, and so is all behind ``--``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -76,6 +77,7 @@ class ScriptCommand(TyperCommand):
             for option in (*parameter.opts, *parameter.secondary_opts)
         }
         own: list[str] = []
+        ahead: set[str] = set()  # options in front of the script
         script: list[str] = []
         waiting = list(args)
         while waiting:
@@ -84,8 +86,10 @@ class ScriptCommand(TyperCommand):
             if word == "--":
                 script += waiting
                 break
-            if name in takes_value and (name.startswith("--") or not script):
+            if name in takes_value and (not script or (name.startswith("--") and name not in ahead)):
                 own.append(word)
+                if not script:
+                    ahead.add(name)
                 if takes_value[name] and not has_value and waiting:
                     own.append(waiting.pop(0))
             elif script or not word.startswith("-"):
