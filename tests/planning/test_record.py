@@ -146,6 +146,20 @@ def test_a_decoded_input_is_gone_before_its_gradient_is_made() -> None:
     assert by_op.end == numbers.index("ConvolutionBackward0 (input)") + 1
 
 
+def test_a_small_input_is_read_until_its_node_has_run() -> None:
+    """Autograd holds it, so it is given back behind both gradients."""
+    layers = [layer for size in (8, 16) for layer in (nn.Conv2d(size, 16, 3, padding=1), nn.ReLU())]
+    model, x = nn.Sequential(*layers, nn.Conv2d(16, 4, 3, padding=1)), torch.randn(1, 8, 32, 32)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    trace = record(step, bs.policies.lossless(recompute=False), min_nbytes=0)
+    assert any(one.name == "ConvolutionBackward0" for one in trace.decodes)
+    assert all(op.name != "ConvolutionBackward0 (input)" for op in trace.ops)
+
+
 def test_values_made_again_are_decoded_from_no_planes() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3))
     step = training_step(nn.Sequential(model, nn.Flatten(), nn.Linear(4 * 28 * 28, 10)), torch.randn(32, 3, 32, 32))

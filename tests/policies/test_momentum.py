@@ -210,8 +210,29 @@ class OfUpdates(torch.optim.SGD):
         """Moves each weight by the signs of its gradient's elements."""
         for weight in self.param_groups[0]["params"]:
             state, update = self.state[weight], weight.grad.sign() * self.param_groups[0]["lr"]
-            state["exp_avg"] = update if "exp_avg" not in state else state["exp_avg"].lerp(update, 0.1)
-            weight.data.sub_(state["exp_avg"])
+            mean = state["mean"] = update if "mean" not in state else state["mean"].lerp(update, 0.1)
+            weight.data.sub_(mean)
+            state["exp_avg"] = self.kept(mean)
+
+    def kept(self, mean: Tensor) -> Tensor:
+        """What it has of the mean."""
+        return mean
+
+
+class Projected(OfUpdates):
+    """Has the mean in fewer dimensions, as GaLore."""
+
+    def kept(self, mean: Tensor) -> Tensor:
+        """Sums over the first dimension."""
+        return mean.sum(0)
+
+
+class Coded(OfUpdates):
+    """Has codes of the mean, of a byte each."""
+
+    def kept(self, mean: Tensor) -> Tensor:
+        """Signs."""
+        return mean.sign().to(torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +240,10 @@ class OfUpdates(torch.optim.SGD):
     [
         lambda weights: torch.optim.RMSprop(weights, 1e-4, momentum=0.9),
         lambda weights: OfUpdates(weights, 1e-4),
+        lambda weights: Projected(weights, 1e-4),
+        lambda weights: Coded(weights, 1e-4),
     ],
-    ids=["RMSprop", "updates"],
+    ids=["RMSprop", "updates", "projected", "coded"],
 )
 def test_a_momentum_that_is_not_made_of_gradients_is_none(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     _, of_gradient = off(make, [lambda model, real, false: model(real)[:, 0] @ torch.linspace(-1.0, 1.0, 64)])

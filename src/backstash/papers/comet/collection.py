@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backstash.codecs.sample import sample
 from backstash.papers.comet.layers import Linear
 from backstash.policies.base import hide_from_dynamo, no_torch_function
-
-SUMMED = 1 << 12
-"""So many elements of a tensor speak for it, and less than twice as many at most."""
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -31,7 +29,8 @@ class LayerReading:
         limit: the bound with which the input's gradient is off by its share ``sigma``; infinity if it is not off.
         energy: 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``; None until
             backward has run.
-        summed: elements of the weight gradient at even distances, which all calls of the layer have added to.
+        lengths: the sum of the mean magnitudes of all calls' weight gradients.
+        summed, apart: the sums of samples of these gradients, and of their magnitudes.
         accumulated: mean magnitude of what the latest backward pass has left in ``parameter.grad``; None before that.
         scale: by how much the optimizer's gradient is another one than those of the passes that it consists of, and how
             many these are; None until its step (Note: [gradients on the way to the optimizer] in momentum.py).
@@ -46,7 +45,9 @@ class LayerReading:
     coarsest: Tensor | float = math.inf
     limit: Tensor | float = math.inf
     energy: Tensor | None = None
-    summed: Tensor | None = None
+    lengths: Tensor | float = 0.0
+    summed: Tensor | float = 0.0
+    apart: Tensor | float = 0.0
     accumulated: Tensor | None = None
     scale: Tensor | None = None
     error: Tensor | float | None = None
@@ -54,13 +55,17 @@ class LayerReading:
 
     @property
     def magnitude(self) -> Tensor | float:
-        """Mean magnitude of the weight gradient: calls of the layer may cancel each other out."""
-        return 0.0 if self.summed is None else self.summed.abs().mean(dtype=torch.float32)
+        """Mean magnitude of the weight gradient, of which calls of the layer may have cancelled out the most."""
+        if not isinstance(self.summed, Tensor) or not isinstance(self.apart, Tensor):
+            return 0.0
+        apart = self.apart.sum()
+        return self.lengths * torch.where(apart == 0, 1.0, self.summed.abs().sum() / apart)
 
     def add(self, weight_grad: Tensor) -> None:
         """A call of the layer has made that gradient."""
-        found = some(weight_grad)
-        self.summed = found if self.summed is None else self.summed + found
+        self.lengths = self.lengths + weight_grad.abs().mean(dtype=torch.float32)
+        found = sample_of(weight_grad)
+        self.summed, self.apart = self.summed + found, self.apart + found.abs()
 
     def listen(self) -> Callable[[], None]:
         """Has backward passes tell what they leave in ``parameter.grad``, until the returned function is called."""
@@ -82,10 +87,9 @@ class LayerReading:
         self.coarsest = smaller(self.coarsest, bound)
 
 
-def some(x: Tensor) -> Tensor:
-    """A copy of elements at even distances, [n], all of them where there are less than :data:`SUMMED`."""
-    flat = x.flatten()
-    return flat[:: max(1, flat.numel() // SUMMED)].to(torch.float32, copy=True)
+def sample_of(x: Tensor) -> Tensor:
+    """A copy of some elements, [n], the same ones of all tensors of a shape."""
+    return sample(x.detach().flatten()).to(torch.float32, copy=True)
 
 
 def smaller(known: Tensor | float, found: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backstash.papers.comet.collection import LayerReading, some
+from backstash.papers.comet.collection import LayerReading, sample_of
 from backstash.policies.base import no_torch_function
 
 MOST_PASSES = 256
@@ -131,15 +131,20 @@ class Momentum:
                 if reading.energy is None or type(grad) is not Tensor or grad.is_sparse:
                     continue
                 if reading.parameter not in self._is_of_gradients:
-                    momentum = self._momentum_of(reading.parameter)
-                    known = torch.zeros_like(grad) if momentum is None else momentum
-                    sides = [some(each) for each in (grad, known, reading.parameter.detach())]
-                    self._before.append((reading.parameter, torch.stack(sides, 1)))
+                    self._before.append((reading.parameter, self._sides_of(reading.parameter, grad)))
                 mean = grad.abs().mean(dtype=torch.float32)
                 if reading.accumulated is None:  # the program has put it there itself
                     reading.scale = mean / reading.magnitude
                 else:
                     reading.scale = mean / reading.accumulated * passes
+
+    def _sides_of(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """Elements of gradient, momentum and weight, [n, 3]; of a momentum that has other elements zeros."""
+        momentum = self._momentum_of(parameter)
+        known = momentum if _has_elements_of(momentum, grad) else None
+        zeros = torch.zeros_like(grad)
+        sides = [sample_of(each).to(grad.device) for each in (grad, zeros if known is None else known, parameter)]
+        return torch.stack(sides, 1)
 
     def _prove(self) -> None:
         """Notes which momenta are made of gradients (Note: [momenta of something else])."""
@@ -147,10 +152,19 @@ class Momentum:
         with no_torch_function(), torch.no_grad():
             for parameter, sides in before:
                 momentum = self._momentum_of(parameter)
-                if type(momentum) is Tensor:
+                if momentum is None:
+                    continue
+                found = False
+                if _has_elements_of(momentum, parameter):
                     eps = _ROUNDINGS * torch.finfo(momentum.dtype).eps
-                    found = _is_made_of(some(momentum).double().cpu(), sides.double().cpu(), eps)
-                    self._is_of_gradients[parameter] = found
+                    whole = torch.cat([sides, sample_of(momentum).to(sides.device)[:, None]], 1).double().cpu()
+                    found = _is_made_of(whole[:, 3], whole[:, :3], eps)
+                self._is_of_gradients[parameter] = found
+
+
+def _has_elements_of(momentum: Tensor | None, x: Tensor) -> TypeGuard[Tensor]:
+    """Whether a momentum has a number for each of a gradient's, and not for a projection, a shard or codes of it."""
+    return type(momentum) is Tensor and momentum.is_floating_point() and momentum.shape == x.shape
 
 
 def _is_made_of(momentum: Tensor, sides: Tensor, eps: float) -> bool:

@@ -367,7 +367,7 @@ class StepRecord:
             if event.start_time_ns > self._node_ends:
                 self._end_readings()
             if event.tag == profiler_event.Allocation:
-                self._allocate(event.extra_fields)
+                self._allocate(event)
             elif event.name.startswith(PREFIX):
                 kind, _, facts = event.name.removeprefix(PREFIX).partition(" ")
                 notes[kind](json.loads(facts))
@@ -416,8 +416,9 @@ class StepRecord:
             decoding.end = self.ticks - 1
         self._reading.clear()
 
-    def _allocate(self, facts: Any) -> None:
+    def _allocate(self, event: Event) -> None:
         """Notes an allocation (``alloc_size > 0``) or a release."""
+        facts = event.extra_fields
         if facts.device.type != self._device or not facts.alloc_size:
             return
         if facts.alloc_size > 0:
@@ -425,7 +426,8 @@ class StepRecord:
             self._alive[facts.ptr] = memory
             self.memory.append(memory)
         else:
-            self._release({"address": facts.ptr})  # memory of its own is given back as its reader is done with it
+            if _is_in_kernel(event):  # else autograd gives back what the node has read
+                self._end_reading(facts.ptr)
             released = self._alive.pop(facts.ptr, None)
             if released is None:  # Note: [freed from before]
                 return
@@ -475,7 +477,11 @@ class StepRecord:
             self._reading.add(self._latest[memory])
 
     def _release(self, facts: dict[str, Any]) -> None:
-        memory = self._alive.get(facts["address"])
+        self._end_reading(facts["address"])
+
+    def _end_reading(self, address: int) -> None:
+        """The running node's kernel is done with the memory at that address, before it makes what comes next."""
+        memory = self._alive.get(address)
         decoding = None if memory is None else self._latest.get(memory)
         if decoding is None or decoding not in self._reading:
             return
@@ -487,6 +493,14 @@ class StepRecord:
     def _at(self, addresses: list[int]) -> list[RecordedBuffer]:
         """The memory at these addresses that was allocated in the step."""
         return [self._alive[address] for address in addresses if address in self._alive]
+
+
+def _is_in_kernel(event: Event) -> bool:
+    """Whether it happened inside of a kernel, and not in an autograd node beside one."""
+    while (event := event.parent) is not None:
+        if event.name.startswith("aten::"):
+            return True
+    return False
 
 
 def walk(roots: list[Event]) -> Iterator[tuple[Event, bool]]:

@@ -258,8 +258,11 @@ class _Runs:
 
     def restore(self) -> None:
         """Restores all but the gradients."""
+        self._restore(self._profiled)
+
+    def _restore(self, states: Sequence[State]) -> None:
         self._state.rewind()
-        for each in self._profiled:
+        for each in states:
             each.restore()
 
     def once(self, session: Session | None = None) -> None:
@@ -269,9 +272,7 @@ class _Runs:
 
     def once_as_given(self, session: Session | None = None) -> None:
         """The same with the weights as they are now, zeros included: errors may be larger beside smaller gradients."""
-        self._state.rewind()
-        for each in self._state.states:
-            each.restore()
+        self._restore(self._state.states)
         self.run(session)
 
     def run(self, session: Session | None = None) -> None:
