@@ -424,7 +424,8 @@ bool is_orphaned(const Slot& slot) {
 
 at::Tensor whole_in(const Slot& slot, const at::Tensor& dense) {
     const Layout& whole = slot.value.whole;
-    return slot.value.is_whole ? dense : dense.as_strided(whole.sizes, whole.strides, 0);
+    const bool is_itself = slot.value.is_whole && !slot.members.empty();
+    return is_itself ? dense : dense.as_strided(whole.sizes, whole.strides, 0);
 }
 
 // Lets go of the dense data, which is stored in another form now.
@@ -594,7 +595,9 @@ void take_back(Run& run, Slot& slot, bool is_orphan);
 // Decides about a value if nobody but autograd holds it; whether that was so.
 bool decide(Run& run, int number) {
     const std::shared_ptr<Slot> slot = run.values[number].lock();
-    if (slot == nullptr || !slot->is_pending || slot->members.empty()) return true;
+    if (slot == nullptr || !slot->is_pending) return true;
+    const bool is_alone = slot->members.empty();  // what has saved it was dropped, and others are made from it
+    if (is_alone && !slot->guard.defined()) return true;
     for (const Packed* each : slot->members)
         for (const Object& unknown : run.current)
             if (unknown.get() == reinterpret_cast<const PyObject*>(each)) return false;  // its node is yet to be seen
@@ -603,17 +606,18 @@ bool decide(Run& run, int number) {
     run.pending.erase(slot->storage);
     run.script->timings[number].let_go(run.clock - slot->born);
     const at::NoGradGuard unrecorded;
-    bool is_same = slot->members.size() == static_cast<size_t>(slot->value.members);
-    const Packed* strongest = nullptr;
+    bool is_same = is_alone ? version_of(slot->guard) == slot->guard_version
+                            : slot->members.size() == static_cast<size_t>(slot->value.members);
+    const at::Tensor* strongest = is_alone ? &slot->guard : nullptr;
     for (const Packed* each : slot->members) {
         is_same = is_same && each->dense.defined() && version_of(each->dense) == each->version;
-        if (each->save == &run.script->saves[slot->value.strongest]) strongest = each;
+        if (each->save == &run.script->saves[slot->value.strongest]) strongest = &each->dense;
     }
     if (slot->value.program == Program::hold && (!slot->is_asked || slot->guard.defined())) return true;
     const auto started = Clock::now();
     bool is_done = false;
     if (is_same && strongest != nullptr && slot->value.program != Program::ask && !slot->is_asked) {
-        const at::Tensor whole = whole_in(*slot, strongest->dense);
+        const at::Tensor whole = whole_in(*slot, *strongest);
         is_done = slot->value.program == Program::remake ? remake(run, *slot, whole) : encode(*slot, whole);
     }
     if (!is_done && !slot->guard.defined()) take_back(run, *slot, true);  // else others are made from it, so it stays

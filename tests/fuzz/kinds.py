@@ -125,6 +125,9 @@ _UNARY = [
     ),
     Kind("bfloat16", "unary", "{out} = {a}.bfloat16().sin().float()", exact=True),
     Kind("to_float", "unary", "{out} = {a}.float()", exact=True),
+    Kind("gate", "unary", "gate = {a}.relu() * {a}.sigmoid()\n{out} = ((gate * 2).detach() * {a}).sin()"),
+    Kind("gate_rows", "unary", "gate = F.relu({a} * 2).square()\n{out} = ((gate + 1).relu().detach() * {a}).tanh()"),
+    Kind("gate_view", "unary", "gate = F.hardtanh({a}).view(-1) * 2\n{out} = {a} * gate.abs().detach().view_as({a})"),
     Kind("halve_channels", "unary", "{out} = {a} * 1.0\n{out}[:, : {a}.shape[1] // 2].mul_(0.5)"),
     Kind("set_item", "unary", "{out} = {a}.clone()\n{out}[..., 1:3] = {a}[..., 2:4].tanh()"),
 ]

@@ -200,3 +200,34 @@ def test_a_pass_whose_beginning_is_dropped(function: Callable[[Any, Tensor], Ten
     twin = Twin(Dropping(function))
     for step in range(4 * STEPS):
         twin.step(rows(step))
+
+
+def _of(made: str, then: str, end: str) -> Callable[[Tensor], Tensor]:
+    """Applies a factor that is detached, while a local variable keeps what it is computed from."""
+    scope: dict[str, Any] = {"F": F, "torch": torch}
+    body = [f"kept = {made}", f"y = ({then}).detach() * x", "y = y.tanh()", *end.split("; "), "return y.sin()"]
+    exec("\n    ".join(["def function(x):", *body]), scope)
+    function: Callable[[Tensor], Tensor] = scope["function"]
+    return function
+
+
+@pytest.mark.parametrize("end", ["pass", "del kept", "kept = kept.exp()", "y = y + kept"])
+@pytest.mark.parametrize("then", ["kept * 2", "kept.relu()", "kept.reshape(32, 128).abs().view(64, 64)", "kept"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        "x.relu() * x.sigmoid()",
+        "x.relu().square()",
+        "(x * 2) * (x * 2)",
+        "F.hardtanh(x).exp()",
+        "x * x",
+        "x.T.relu() * x",
+    ],
+)
+@pytest.mark.parametrize("policy", ["lossless", "costly"])
+def test_a_factor_whose_graph_is_dropped_settles(policy: str, made: str, then: str, end: str) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Layers(_of(made, then, end)), costly() if policy == "costly" else get("lossless"))
+    for step in range(2 * STEPS):
+        twin.step(torch.randn(64, 64, generator=torch.Generator().manual_seed(step)))
+    assert twin.session._is_replayed, twin.passes.refusal

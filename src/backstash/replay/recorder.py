@@ -59,6 +59,7 @@ from backstash.stash import parameters
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import strength
 from backstash.stash.looking import PERIOD, SPARED
+from backstash.stash.place import Place
 from backstash.stash.prefetch import Prefetcher
 from backstash.stash.value import Form, Saved
 from backstash.stash.value import Value as Stored
@@ -93,7 +94,18 @@ class Ways:
 
 @dataclass(slots=True)
 class _Entry:
-    """A save, and what was packed."""
+    """A save, and what was packed.
+
+    Attributes:
+        save: the save.
+        saved: what was packed; None for parameters and small tensors.
+        packed: the same for small tensors.
+        next_number: that of the node that is made next.
+        node: the number of the node that has saved it, where it is found; else None.
+        cdata: the address of its storage.
+        place, value, strength: of what was packed, as it may be dropped before the pass is written down.
+        was_decided: whether the value was decided on when that was dropped.
+    """
 
     save: Save
     saved: weakref.ref[Saved] | None = None
@@ -101,6 +113,22 @@ class _Entry:
     next_number: int = 0
     node: int | None = None
     cdata: int = 0
+    place: Place | None = None
+    value: weakref.ref[Stored] | None = None
+    strength: tuple[int, float] = (0, 0.0)
+    was_decided: bool = False
+
+    def note(self) -> None:
+        """Its node has a name now, or never will."""
+        saved = None if self.saved is None else self.saved()
+        if saved is None or saved.place is None or saved.value is None:
+            return
+        self.place, self.value, self.strength = saved.place, weakref.ref(saved.value), strength(saved)
+        self.saved = weakref.ref(saved, self._drop)
+
+    def _drop(self, _: object) -> None:
+        value = None if self.value is None else self.value()
+        self.was_decided = value is not None and value.facts is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -252,6 +280,7 @@ class Recorder:
         self._left_out.clear()
         for entry in self.entries[call.first :]:
             entry.save.call = len(self.calls) - 1
+            entry.note()
 
     def begin_save(self, x: Tensor) -> _Entry:
         """A tensor is about to be packed."""
@@ -287,6 +316,8 @@ class Recorder:
             self._packed[id(packed)] = number
         else:
             self.refuse("a saved tensor was packed in another way")
+        if self._open is None:
+            entry.note()
 
     def named(self, node: Any, found: list[tuple[str, Saved]], looks: int) -> None:
         """A node was found that has saved tensors under these roles, which have added to the sum of their pass."""
@@ -421,7 +452,9 @@ class _Writer:
 
     def script(self) -> Script:
         saves = [self._save(number, entry) for number, entry in enumerate(self._entries)]
-        values = [self._value(number) for number in range(len(self._stored))]
+        values: list[ValueProgram] = []
+        while len(values) < len(self._stored):  # of which some are found by what is made from them
+            values.append(self._value(len(values)))
         for leaf in self._leaves:  # what others are made from stays as it is
             values[leaf].spares = 0
         self._check(values)
@@ -461,7 +494,7 @@ class _Writer:
         if entry.saved is None or save.kind is SaveKind.SPARSE:
             return save
         saved = entry.saved()
-        if saved is None:  # its part of the graph was dropped: nobody knows what would have become of it
+        if saved is None:  # its part of the graph was dropped, and the value as well unless others are made from it
             return save
         if saved.origin.modified is not None:
             raise RefusedError("a saved tensor was changed")
@@ -486,18 +519,37 @@ class _Writer:
                 raise RefusedError("a saved tensor follows another one's memory")
             save.kind = SaveKind.SHAPE
             return save
-        save.kind = SaveKind.VALUE
         stored = saved.value
         if not saved.builtin and any(reader.need is Need.SHAPE for reader in stored.account.shared_by or ()):
             raise RefusedError("a node that may write into a value reads it, and another one reads its shape alone")
-        value = self._values.setdefault(id(stored), len(self._stored))
-        if value == len(self._stored):
-            self._stored.append(stored)
-            self._members.append([])
-        self._members[value].append(number)
-        save.value = value
+        self._add(number, stored)
         self._claims(save, saved, stored)
         return save
+
+    def _add(self, number: int, stored: Stored) -> None:
+        """That save is one of the value."""
+        save = self._entries[number].save
+        save.kind, save.value = SaveKind.VALUE, self._values.setdefault(id(stored), len(self._stored))
+        if save.value == len(self._stored):
+            self._stored.append(stored)
+            self._members.append([])
+        self._members[save.value].append(number)
+
+    def _number_of(self, stored: Stored) -> int:
+        """The number of a value that others are made from, by what has saved it though that was dropped since."""
+        if id(stored) not in self._values:
+            members = [(n, each) for n, each in enumerate(self._entries) if each.value and each.value() is stored]
+            last = [(number, entry) for number, entry in members if entry.was_decided] or members
+            for number, entry in last:
+                assert entry.place is not None
+                save, facts = entry.save, entry.place.facts
+                save.facts, save.place, save.is_builtin = facts, entry.place, entry.strength[1] != -math.inf
+                save.reads_value, save.may_claim_input = facts.need in (Need.VALUE, Need.INDEX), False
+                save.reads_sign, save.mask = facts.need is Need.SIGN, facts.mask
+                self._add(number, stored)
+            if not members:
+                raise RefusedError("a value is made again from one of an earlier pass")
+        return self._values[id(stored)]
 
     def _claims(self, save: Save, saved: Saved, stored: Stored) -> None:
         if not saved.claimable:
@@ -523,16 +575,15 @@ class _Writer:
 
     def _value(self, number: int) -> ValueProgram:
         stored, members = self._stored[number], self._members[number]
-        found = [(member, self._entries[member].saved()) for member in members]  # type: ignore[misc]
-        strongest, saved = max(found, key=lambda each: strength(each[1]))  # type: ignore[arg-type]
-        assert saved is not None and saved.place is not None and saved.spec is not None and saved.tensor is not None
-        save, account = self._entries[strongest].save, stored.account
+        strongest = max(members, key=lambda each: self._entries[each].strength)
+        save, first, account = self._entries[strongest].save, self._entries[strongest].place, stored.account
+        assert first is not None
         whole, is_whole = save.spec, True
-        if save.offset or save.spec.nbytes != save.storage_nbytes or not saved.place.is_dense:
+        if save.offset or save.spec.nbytes != save.storage_nbytes or not first.is_dense:
             numel = save.storage_nbytes // save.spec.dtype.itemsize
             spec = save.spec
             whole, is_whole = TensorSpec((numel,), (1,), spec.dtype, spec.device, save.storage_nbytes), False
-        place = stored.place or saved.place
+        place = stored.place or first
         value = ValueProgram(
             ValueFate.HOLD,
             len(members),
@@ -609,9 +660,7 @@ class _Writer:
             if isinstance(each, Held):
                 given.append(GivenInput(InputSource.COPY, index, TensorSpec.of(each.tensor)))
             elif isinstance(each, Leaf):
-                leaf = self._values.get(id(each.value))
-                if leaf is None:
-                    raise RefusedError("a value is made again from one of an earlier pass")
+                leaf = self._number_of(each.value)
                 given.append(GivenInput(InputSource.VALUE, leaf, each.spec, each.offset))
                 self._leaves.add(leaf)
             else:
