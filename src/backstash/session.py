@@ -174,6 +174,7 @@ class Session:
         self._lock = self._live.lock
         self._settings = f"{learned.name_of(self.policy)} {min_nbytes} {check} {self._stops_if_useless}"
         self._is_bound = False  # to what was learned of the model
+        self.learns_anew = False  # whatever other Sessions have learned of it
         self._entries = Entries()  # which the Sessions of one loop share
         self._is_entered = False  # and no forward pass has begun since
         self._hooks: hooks.Hooks | None = None
@@ -420,7 +421,7 @@ class Session:
     def _enter_root(self, module: nn.Module, called: nn.Module) -> None:
         if not self._is_bound:
             self._is_bound = True
-            self._names.learned = learned.learned_of(module, self._settings)
+            self._names.learned = learned.learned_of(module, self._settings, self.learns_anew)
             self._use_learned_size()
         if torch.is_grad_enabled() and not in_backward():
             begins = self._live.unpacked or self._is_dropped or self._is_skipped
@@ -647,6 +648,7 @@ class Session:
             if self._is_prepared:
                 self._pending.look_at_all()
                 self._end_recording()
+                self._tape.begin_backward()
             live.unpacked = True
             self._entries.begin_backward(live, self._replaying)
             self._holding.before = self._before_hold

@@ -80,8 +80,8 @@ def test_a_wrong_value_is_refused(script: str, invoke: Invoke) -> None:
         (
             "--repeats 2 train.py --lr=3 --repeats=4 -- --repeats 5 -- x",
             "train.py",
-            ["--lr=3", *["--repeats", "5", "--", "x"]],
-            4,
+            ["--lr=3", "--repeats=4", *["--repeats", "5", "--", "x"]],
+            2,
         ),
         ("-m --quiet pkg.train --module", "pkg.train", [], 1),
     ],

@@ -515,9 +515,16 @@ MOST_SETTINGS = 16
 _by_module: weakref.WeakKeyDictionary[nn.Module, dict[str, Learned]] = weakref.WeakKeyDictionary()
 
 
-def learned_of(model: nn.Module, settings: str) -> Learned:
-    """What was learned of a model by all Sessions with the same settings; it goes with the model."""
+def learned_of(model: nn.Module, settings: str, anew: bool = False) -> Learned:
+    """What was learned of a model by all Sessions with the same settings; it goes with the model.
+
+    Args:
+        model, settings: tell it.
+        anew: forget what they have learned before.
+    """
     by_settings = _by_module.setdefault(model, {})
+    if anew:
+        by_settings.pop(settings, None)
     learned = by_settings.get(settings)
     if learned is None:
         if len(by_settings) >= MOST_SETTINGS:

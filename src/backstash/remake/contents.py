@@ -241,9 +241,13 @@ class Contents:
         self._has_copied = False
         self._snapshots.clear()
         self._references.clear()
-        self._contents = {cdata: known for cdata, known in self._contents.items() if known.storage() is not None}
+        self.forget_dead()
         for content in self._contents.values():  # else a running average would remember all of its steps
             content.call = None
+
+    def forget_dead(self) -> None:
+        """Forget what died, but for what is made again from it, and so the copies of all that its calls have read."""
+        self._contents = {cdata: known for cdata, known in self._contents.items() if known.storage() is not None}
 
     def clear(self) -> None:
         """Forget everything."""

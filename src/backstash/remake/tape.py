@@ -224,6 +224,10 @@ class CallTape:
         """As in the protocol."""
         self.contents.begin_step()
 
+    def begin_backward(self) -> None:
+        """As in the protocol."""
+        self.contents.forget_dead()
+
     def end_pass(self) -> None:
         """As in the protocol."""
         self.noting().end_pass()

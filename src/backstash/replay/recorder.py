@@ -99,7 +99,7 @@ class _Entry:
     Attributes:
         save: the save.
         saved: what was packed; None for parameters and small tensors.
-        packed: the same for small tensors.
+        address: of the numbers of what is small.
         next_number: that of the node that is made next.
         node: the number of the node that has saved it, where it is found; else None.
         cdata: the address of its storage.
@@ -109,7 +109,7 @@ class _Entry:
 
     save: Save
     saved: weakref.ref[Saved] | None = None
-    packed: object = None
+    address: int = 0
     next_number: int = 0
     node: int | None = None
     cdata: int = 0
@@ -239,13 +239,19 @@ class Recorder:
         self._open: _Call | None = None
         self._left_out: list[_Call] = []  # since the last one of ``calls``
         self._by_saved: dict[int, int] = {}
-        self._packed: dict[int, int] = {}  # small ones, by the id of what was packed
         self.module_events: tuple[ModuleEvent, ...] = ()
         names.note_calls(lambda: len(self.entries))
 
     def end(self) -> None:
         """Nothing more happens in the pass."""
         self.module_events = self.names.noted_calls()
+
+    def clear(self) -> None:
+        """Nothing of the pass is asked for any more; the function that begins a backward pass holds the recorder."""
+        self.entries.clear()
+        self.calls.clear()
+        self._left_out.clear()
+        self._open = None
 
     def copied(self) -> list[weakref.ref[Tensor]]:
         """Parameters of an accelerator that the pass has copied."""
@@ -312,8 +318,7 @@ class Recorder:
                 self.refuse("a saved tensor is wrapped")
         elif type(packed) is tuple:
             entry.save.kind = SaveKind.SMALL
-            entry.packed = packed
-            self._packed[id(packed)] = number
+            entry.address = x.data_ptr()
         else:
             self.refuse("a saved tensor was packed in another way")
         if self._open is None:
@@ -805,7 +810,7 @@ class _Writer:
             found = [
                 call.first + index
                 for index, entry in enumerate(self._entries[call.first : call.first + call.saves])
-                if _tensor_of(entry) is not None and _tensor_of(entry).data_ptr() == held.tensor.data_ptr()
+                if _address_of(entry) == held.tensor.data_ptr()
             ]
             if len(found) != 1 and made.call.name in calls.ROW_NORMS:
                 return -1, -1
@@ -871,11 +876,10 @@ def _alone(call: calls.Call) -> calls.Call:
     return replace(call.without_inputs(), group=None)
 
 
-def _tensor_of(entry: _Entry) -> Any:
-    if isinstance(entry.packed, tuple):
-        return entry.packed[0]
+def _address_of(entry: _Entry) -> int:
+    """Of the numbers of what was saved, as long as they are held as they are; else 0."""
     saved = None if entry.saved is None else entry.saved()
-    return None if saved is None else saved.dense
+    return entry.address if saved is None or saved.dense is None else saved.dense.data_ptr()
 
 
 def _never_looks(codec: base.Codec, spec: TensorSpec) -> bool:

@@ -255,7 +255,9 @@ class Replaying:
                 self._native.stop()
             finally:
                 self._abandons = False
-        self._end_recording()
+        recorder = self._end_recording()
+        if recorder is not None:
+            recorder.clear()
 
     def _end_recording(self) -> Recorder | None:
         recorder, self._recorder = self._recorder, None
@@ -296,6 +298,7 @@ class Replaying:
             script.copied.clear()
         except RefusedError as refused:
             written = WrittenPass(refusal=str(refused))
+        recorder.clear()
         known.write_down(written)
 
     def begin_backward(self, others_nbytes: int) -> int:

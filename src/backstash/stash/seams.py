@@ -79,6 +79,9 @@ class Tape(Protocol):
     def begin_step(self) -> None:
         """A forward pass begins after a backward pass."""
 
+    def begin_backward(self) -> None:
+        """A backward pass begins, and nothing more is asked of what died in the forward pass."""
+
     def end_pass(self) -> None:
         """A forward pass is over."""
 
@@ -141,7 +144,7 @@ class NoProducer:
         """Nothing is known of calls, so nothing depends on them."""
 
     begin_function = saves = made = made_by_operation = before_side_effect = take = move = owns = _ignore
-    begin_step = end_pass = store_all = clear = stored = _ignore
+    begin_step = begin_backward = end_pass = store_all = clear = stored = _ignore
 
     def counts(self, function: Any, label: str, number: int) -> bool:
         """No call counts."""

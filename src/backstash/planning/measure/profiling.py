@@ -157,6 +157,7 @@ def profile(
 
     def rehearse(policy: Policy) -> tuple[int, ...]:
         session = Session(policy, model=model, min_nbytes=min_nbytes)
+        session.learns_anew = True  # as in training, whose first steps take more than those that settled
         with _undone(step, models, link is not None) as runs:
             runs.once(session)  # proves what it has to
             events = _recorded(runs, session, Births())
