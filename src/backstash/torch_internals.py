@@ -601,6 +601,13 @@ def starting_profiler() -> Iterator[None]:
             yield
 
 
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no numbers."""
+    from torch._subclasses.fake_tensor import FakeTensor  # a second of imports
+
+    return isinstance(x, FakeTensor)
+
+
 _toggle_collection: Callable[[bool, set[Any]], None] = find("autograd.profiler._toggle_collection_dynamic")
 
 
@@ -623,6 +630,7 @@ def without_numbers() -> Iterator[None]:
         mock.patch.object(optimizer, "_foreach_supported_types", [*types, FakeTensor]),
         mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", return_value=[*devices(), "cpu"]),
         mock.patch.object(torch.utils, "swap_tensors", swap),
+        mock.patch.object(FakeTensor, "tolist", torch.Tensor.tolist),  # its own asks for each number, unseen by modes
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield

@@ -286,10 +286,47 @@ def test_a_script_runs_without_numbers_and_prints_nothing(tmp_path: Path, capsys
         traced_script(str(script), ("32", "2"))
 
 
-def test_what_needs_numbers_is_an_error_that_says_so(tmp_path: Path) -> None:
+ASKING = {
+    "rows by a mask": "x = x[x[:, 0] > 0]",
+    "elements by a mask": "x = x + x[x > 0].mean()",
+    "a mask and a slice": "x = x[:, x[0] > 0] @ x[:, x[0] > 0].T @ x",
+    "two masks": "x = x + x[x[:, 0] > 0, :1] + x[..., x[0] > 0]",
+    "a mask is written": "x = x.clone(); x[x > 0] = 0; x[x[:, 0] > 0] *= 2",
+    "what a mask selects is written": "x = x.clone(); x[x > 0] = x[x > 0].exp()",
+    "masked_select": "x = x * x.masked_select(x > 0).mean()",
+    "nonzero": "x = x + (x > 0).nonzero().float().mean() + x.argwhere().sum() + torch.where(x > 0)[0].sum()",
+    "unique": "x = x + sum(each.sum() for each in (x * 2).long().unique(return_inverse=True, return_counts=True))",
+    "unique rows": "x = x + x.unique(dim=0).mean() + x.unique_consecutive(dim=1).mean()",
+    "bincount": "x = x + torch.bincount(x[0].long().abs()).sum() + torch.bincount(x[0].long().abs(), x[1]).sum()",
+    "repeat_interleave": "x = x.repeat_interleave(x[:, 0].long().abs().clamp(1, 2), 0)",
+    "numpy": "x = torch.from_numpy(x.detach().numpy() * 2) + x; import numpy; numpy.asarray(x.detach()).sum()",
+    "tolist": "assert len(x[:, 0].tolist()) == len(x) and isinstance(x.tolist()[0][0], float)",
+    "a list of lengths": "x = torch.cat([x[i : i + n] * n for i, n in enumerate(x[:4, 0].long().tolist())] + [x])",
+    "numbers of a leaf": "model[0].bias.data.numpy()[:1]; x.requires_grad_(); x.detach().cpu().numpy()",
+}
+
+
+@pytest.mark.parametrize("asks", ASKING)
+def test_numbers_are_one_and_masks_true(asks: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(line="x = x[x[:, 0] > 0]"))
-    with pytest.raises(MeasureError, match="failed where its tensors have no numbers, after 0"):
+    script.write_text(SCRIPT.format(line=ASKING[asks]))
+    steps = traced_script(str(script), ("{size}", "9"), unit=8)
+    assert steps.peak_nbytes("plain", 40) > steps.peak_nbytes("plain", 4)
+
+
+def test_a_mask_takes_no_less_than_one_that_is_true(tmp_path: Path) -> None:
+    peaks = []
+    for line in ("x = x[x[:, 0] > 0].tanh()", "x = x[torch.arange(len(x))].tanh()"):
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.format(line=line))
+        peaks.append(traced_script(str(script), ("{size}", "9"), unit=64).peak_nbytes("plain", 256))
+    assert peaks[1] <= peaks[0] <= 1.1 * peaks[1]
+
+
+def test_what_needs_other_numbers_is_an_error_that_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(line="x = x[: int(x.sum())] @ x[:2]"))
+    with pytest.raises(MeasureError, match="failed where its tensors have no numbers, after 0 .* each mask is true"):
         traced_script(str(script), ("32", "9"))
 
 

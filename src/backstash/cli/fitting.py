@@ -115,7 +115,9 @@ def _unknown(steps: SizedSteps) -> list[str]:
     ]
     guessed = steps.traces[0].guessed
     if guessed:
-        lines.append(f"The model asked for {guessed} numbers of tensors, which have none: each was taken to be 1.")
+        lines.append(
+            f"It depends on {guessed} numbers of tensors, which have none: each is taken to be 1, a mask to be true."
+        )
     if not steps.has_size:
         lines.append(f"Put {SIZE} in the place of the script's batch or length to learn how large it may be.")
     return lines

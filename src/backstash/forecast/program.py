@@ -49,8 +49,8 @@ def _traced(script: str, args: Sequence[str], is_module: bool) -> TracedSteps:
         if isinstance(failed[0], (RuntimeError, TypeError)):  # as torch raises them
             where = " where its tensors have no numbers,"
             mend = (
-                "if nothing does, what asks for the numbers of a whole tensor, such as masked_select(), nonzero() or "
-                "numpy(), has to be left out of these steps"
+                "if nothing does, what depends on numbers has to be left out of these steps: each is 1 here, and each "
+                "mask is true"
             )
         raise MeasureError(
             f"a forecast was asked for, but {script} failed{where} after {len(tracer.steps)} of {len(STEPS)} backward "

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backstash.capture.naming import saved_attributes
 from backstash.errors import MeasureError
+from backstash.forecast import answers
 from backstash.forecast.checkpoints import without_files
 from backstash.forecast.costs import Work
 from backstash.forecast.works import aten_name, each_tensor, makes_view, work_of
@@ -164,7 +165,8 @@ class TracedSteps:
     Attributes:
         plain, dropped, checkpoint: see Note: [steps of a trace]; the last is None where no block repeats itself.
         blocks: how many blocks a checkpoint was put around.
-        guessed: how many numbers modules have asked tensors for, each of which was answered with 1.
+        guessed: how many numbers modules have asked tensors for, each of which was answered with 1, and how often
+            anything was selected by a mask, which was taken to be true.
     """
 
     plain: StepTrace
@@ -210,7 +212,7 @@ class StepTracer(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         self._running: list[str] = []
         self._contexts = ExitStack()
-        self._mode = _AsOnCuda()
+        self._mode = _AsOnCuda(self._guess)
         self._fused: set[Storage] = set()  # results of softmaxes that have no copy of their input
         self._stands_for: dict[Storage, Storage] = {}
         self._asked_in_full: set[Storage] = set()  # what the program has cast itself
@@ -339,14 +341,14 @@ class StepTracer(TorchDispatchMode):
             raise Ended(0)
         name = aten_name(operation)
         if name == "_local_scalar_dense":
-            self.guessed += bool(self._running)  # what a loop prints decides nothing
+            self._guess()
             dtype = args[0].dtype
             return self._answer() if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if name == "equal":
-            self.guessed += bool(self._running)
+            self._guess()
             return True
         if operation.namespace != "aten" or self._is_loading:
-            return operation(*args, **kwargs)
+            return answers.computed(operation, name, args, kwargs)
         node = running_node()
         is_backward = node is not None
         if not (is_backward or self._is_prepared):
@@ -354,7 +356,8 @@ class StepTracer(TorchDispatchMode):
         if is_backward and not self._is_in_backward:
             self._is_in_backward = True
             at_end_of_backward(self._end_step)
-        result = operation(*args, **kwargs)
+        self.guessed += not is_backward and answers.selects(name, args)
+        result = answers.computed(operation, name, args, kwargs)
         work = work_of(operation, args, kwargs, result)
         reads = [self._storage_of(each) for each in each_tensor((args, tuple(kwargs.values())))]
         schema = operation._schema
@@ -384,6 +387,10 @@ class StepTracer(TorchDispatchMode):
             self._asked_in_full.update(writes)
         self._fuse_casts(args)
         return result
+
+    def _guess(self) -> None:
+        """A number is asked for; what a loop does with it, which prints it, decides nothing."""
+        self.guessed += bool(self._running)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -520,15 +527,26 @@ class _Packed:
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Has functions do what they would on CUDA (Note: [as on a card]), for programs that ask for it and that do not."""
+    """Has functions do what they would on CUDA (Note: [as on a card]), for programs that ask for it and that do not.
 
-    casts = 0
-    """How many functions are running with which a program casts a tensor."""
+    Args:
+        guess: called where numbers are handed out.
+
+    Attributes:
+        casts: how many functions are running with which a program casts a tensor.
+    """
+
+    def __init__(self, guess: Callable[[], None]) -> None:
+        super().__init__()
+        self._guess, self.casts = guess, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is Tensor.cuda:
             return args[0]
+        if function in answers.READS:
+            self._guess()
+            return answers.read_as_ones(function, *args, **kwargs)
         if any(_is_cuda(each) for each in (*args, *kwargs.values())):
             args = tuple("cpu" if _is_cuda(each) else each for each in args)
             kwargs = {name: "cpu" if _is_cuda(each) else each for name, each in kwargs.items()}

@@ -1,0 +1,114 @@
+"""Results that depend on numbers, where tensors have none: every number is taken to be 1, and every mask to be true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backstash.torch_internals import is_fake, unseen_by_modes
+
+READS: frozenset[Any] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
+"""Methods that hand out all numbers of a tensor."""
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def read_as_ones(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What one of READS returns for a tensor without numbers: ones; of another, its numbers."""
+    if not is_fake(x):
+        return function(x, *args, **kwargs)
+
+    def of_ones() -> Any:
+        return function(torch.ones(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad), *args, **kwargs)
+
+    return unseen_by_modes(of_ones)
+
+
+def selects(name: str, args: Sequence[Any]) -> bool:
+    """Whether the shape of an ATen operation's result depends on numbers."""
+    return name in _SELECTED or (name in _INDEXED and any(_is_mask(each) for each in args[1]))
+
+
+def computed(operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an ATen operation, whose masks are true, and other numbers 1 where its shape depends on them."""
+    if name in _INDEXED:
+        return operation(args[0], _everywhere(args[1]), *args[2:], **kwargs)
+    selected = _SELECTED.get(name)
+    return operation(*args, **kwargs) if selected is None else selected(*args, **kwargs)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in _MASKS
+
+
+def _everywhere(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices without masks: each has become the positions of all of its elements."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and _is_mask(index):
+            found += [_numbers(index, index.numel()) for _ in index.shape]
+        else:
+            found.append(index)
+    return found
+
+
+def _numbers(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.int64)
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return _numbers(x, x.numel(), x.dim())
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    return x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel())
+
+
+def _unique(x: Tensor, *, dim: int | None, has_inverse: bool, has_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+    number = x.numel() if dim is None else x.shape[dim]
+    inverse = x.shape if dim is None else (number,)
+    return (
+        x.new_empty(number if dim is None else x.shape),
+        _numbers(x, *(inverse if has_inverse else (0,))),
+        _numbers(x, number if has_counts else 0),
+    )
+
+
+def _unique_values(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    return _unique(x, dim=None, has_inverse=return_inverse, has_counts=return_counts)
+
+
+def _unique_rows(x: Tensor, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+    return _unique(x, dim=dim, has_inverse=inverse, has_counts=counts)
+
+
+def _unique_consecutive(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
+    return _unique(x, dim=dim, has_inverse=inverse, has_counts=counts)
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    counted = _numbers(x, max(minlength, 2))
+    return counted if weights is None else counted.to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    return _numbers(repeats, repeats.numel() if output_size is None else output_size)
+
+
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+
+_SELECTED: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "nonzero": _nonzero,
+        "masked_select": _masked_select,
+        "_unique2": _unique_values,
+        "unique_dim": _unique_rows,
+        "unique_consecutive": _unique_consecutive,
+        "bincount": _bincount,
+        "repeat_interleave": _repeat_interleave,
+    }
+)
