@@ -343,7 +343,7 @@ class Session:
                 peak_nbytes = max(peak_nbytes, self._replaying.peak_nbytes)
                 if self._is_replayed:
                     self._replaying.fill()
-            if self._forward.is_idle:
+            if self._forward.is_idle or step.is_empty:  # a pass that was cut short, and dropped, has no accounts
                 step = self._names.learned.step
                 peak_nbytes = max(peak_nbytes, self._names.learned.peak_nbytes)
             saves_little = self._chooses_min_nbytes and self._names.learned.saves_little

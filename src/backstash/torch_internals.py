@@ -601,11 +601,14 @@ def starting_profiler() -> Iterator[None]:
             yield
 
 
-def is_fake(x: torch.Tensor) -> bool:
-    """Whether a tensor has a shape and no numbers."""
+def with_numbers(x: torch.Tensor) -> torch.Tensor | None:
+    """A tensor with the numbers of another one, which may be it; None for what has a shape alone.
+
+    A number that a program writes down, as in ``torch.tensor(0.5)``, is there where tensors are fake as well.
+    """
     from torch._subclasses.fake_tensor import FakeTensor  # a second of imports
 
-    return isinstance(x, FakeTensor)
+    return x.constant if isinstance(x, FakeTensor) else x
 
 
 _toggle_collection: Callable[[bool, set[Any]], None] = find("autograd.profiler._toggle_collection_dynamic")

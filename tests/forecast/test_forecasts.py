@@ -261,7 +261,7 @@ def test_blocks_are_the_outermost_that_repeat() -> None:
 
 
 SCRIPT = """
-import sys, torch
+import numpy, sys, torch
 from torch import nn
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -299,9 +299,15 @@ ASKING = {
     "unique rows": "x = x + x.unique(dim=0).mean() + x.unique_consecutive(dim=1).mean()",
     "bincount": "x = x + torch.bincount(x[0].long().abs()).sum() + torch.bincount(x[0].long().abs(), x[1]).sum()",
     "repeat_interleave": "x = x.repeat_interleave(x[:, 0].long().abs().clamp(1, 2), 0)",
-    "numpy": "x = torch.from_numpy(x.detach().numpy() * 2) + x; import numpy; numpy.asarray(x.detach()).sum()",
+    "numpy": "x = torch.from_numpy(x.detach().numpy() * 2) + x; numpy.asarray(x.detach()).sum()",
     "tolist": "assert len(x[:, 0].tolist()) == len(x) and isinstance(x.tolist()[0][0], float)",
     "a list of lengths": "x = torch.cat([x[i : i + n] * n for i, n in enumerate(x[:4, 0].long().tolist())] + [x])",
+    "rows from a place on": "x = x + torch.stack([x[0, j : j + 16] for j in torch.randint(8, (2,))]).repeat(1, 4)[:1]",
+    "rows of an array": "i = torch.randint(8, ()); x = x + torch.from_numpy(numpy.ones(99, 'float32')[i : i + 2 * 32])",
+    "numbers of integers": "n = torch.tensor(5); n += 3; assert n.item() == 8 and f'{n // 3:02}' == '02'",
+    "what is written down": "assert torch.tensor(0.5).item() == 0.5 and not torch.tensor(False) ",
+    "text": "assert f'{x.sum():.2f}' == '1.00' and str(x) and repr(x[0])",
+    "in inference": "with torch.inference_mode(): assert x.sum().item() == 1.0 and (x > 0).all() and x.tolist()",
     "numbers of a leaf": "model[0].bias.data.numpy()[:1]; x.requires_grad_(); x.detach().cpu().numpy()",
 }
 

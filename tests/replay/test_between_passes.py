@@ -102,3 +102,15 @@ def test_an_update_concerns_nobody(optimizer: str, update: Update, monkeypatch: 
     # What is left opens and closes ranges of the profiler, switches grad mode, or writes without a new version.
     assert of_updates[0] > 90
     assert of_updates[-1] < 10
+
+
+@pytest.mark.parametrize("steps", [1, STEPS, 3 * STEPS])
+def test_an_evaluation_with_grad_mode_leaves_accounts(steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
+    x, session = torch.randn(64, 64), Session(model=model, min_nbytes=1024, stop_if_useless=False)
+    with session:
+        for _ in range(steps):
+            model(x).square().mean().backward()
+        model(x)  # a pass that a script knows, but for its loss
+    assert "nothing was saved" not in str(session.report()) and "relu" in session.report().table().lower()

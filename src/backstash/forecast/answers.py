@@ -3,29 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from backstash.torch_internals import is_fake, unseen_by_modes
+from backstash.forecast.works import each_tensor
+from backstash.torch_internals import tree_map_only, unseen_by_modes, with_numbers
 
-READS: frozenset[Any] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist})
+READS: frozenset[Any] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__})
 """Methods that hand out all numbers of a tensor."""
 
 _MASKS = (torch.bool, torch.uint8)
 
 
-def read_as_ones(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What one of READS returns for a tensor without numbers: ones; of another, its numbers."""
-    if not is_fake(x):
-        return function(x, *args, **kwargs)
+class Integers:
+    """What single integers are, as a program computes them from others: ``data[i : i + 64]`` has 64 rows."""
 
-    def of_ones() -> Any:
-        return function(torch.ones(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad), *args, **kwargs)
+    def __init__(self) -> None:
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    return unseen_by_modes(of_ones)
+    def of(self, x: Tensor) -> int:
+        """The number in a tensor of one integer."""
+        known = with_numbers(x)
+        return int(self._known.get(x, 1) if known is None else unseen_by_modes(known.item))
+
+    def computed(self, operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As :func:`computed`, which it calls; where all tensors are single integers, the result is noted as one."""
+        given = list(each_tensor((tuple(args), tuple(kwargs.values()))))
+        if not given or not all(map(_is_integer, given)):
+            return computed(operation, name, args, kwargs)
+        numbers, named = tree_map_only(Tensor, self._real, (tuple(args), dict(kwargs)))  # as they are before it
+        result = computed(operation, name, args, kwargs)
+        if isinstance(result, Tensor) and _is_integer(result):
+            with suppress(RuntimeError):  # as of a division by zero
+                self._known[result] = unseen_by_modes(lambda: operation(*numbers, **named).item())
+        return result
+
+    def read(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What one of READS returns for a tensor without numbers; of another, its numbers."""
+        if with_numbers(x) is x:
+            return function(x, *args, **kwargs)
+        return unseen_by_modes(lambda: function(self._real(x), *args, **kwargs))
+
+    def _real(self, x: Tensor) -> Tensor:
+        """A copy of a tensor, with numbers where it has none."""
+        known = with_numbers(x)
+        if known is not None:
+            return unseen_by_modes(known.clone)
+        number = self.of(x) if _is_integer(x) else 1
+        return unseen_by_modes(lambda: torch.full(x.shape, number, dtype=x.dtype, requires_grad=x.requires_grad))
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not x.dim() and not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
 
 
 def selects(name: str, args: Sequence[Any]) -> bool:

@@ -52,6 +52,8 @@ from backstash.torch_internals import (
     push_saved_tensor_hooks,
     replace_backward_engine,
     running_node,
+    unseen_by_modes,
+    with_numbers,
     without_data,
     without_numbers,
 )
@@ -212,7 +214,8 @@ class StepTracer(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         self._running: list[str] = []
         self._contexts = ExitStack()
-        self._mode = _AsOnCuda(self._guess)
+        self._integers = answers.Integers()
+        self._mode = _AsOnCuda(self._guess, self._integers)
         self._fused: set[Storage] = set()  # results of softmaxes that have no copy of their input
         self._stands_for: dict[Storage, Storage] = {}
         self._asked_in_full: set[Storage] = set()  # what the program has cast itself
@@ -339,16 +342,30 @@ class StepTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_done:
             raise Ended(0)
+        if (
+            torch.is_inference_mode_enabled()
+            and (parts := self._parts_of(operation, args, kwargs)) is not NotImplemented
+        ):
+            return parts
         name = aten_name(operation)
         if name == "_local_scalar_dense":
+            known = with_numbers(args[0])
+            if known is not None:
+                return unseen_by_modes(known.item)
             self._guess()
             dtype = args[0].dtype
-            return self._answer() if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+            return (
+                self._answer()
+                if dtype is torch.bool
+                else 1.0
+                if dtype.is_floating_point
+                else self._integers.of(args[0])
+            )
         if name == "equal":
             self._guess()
             return True
         if operation.namespace != "aten" or self._is_loading:
-            return answers.computed(operation, name, args, kwargs)
+            return self._integers.computed(operation, name, args, kwargs)
         node = running_node()
         is_backward = node is not None
         if not (is_backward or self._is_prepared):
@@ -357,7 +374,7 @@ class StepTracer(TorchDispatchMode):
             self._is_in_backward = True
             at_end_of_backward(self._end_step)
         self.guessed += not is_backward and answers.selects(name, args)
-        result = answers.computed(operation, name, args, kwargs)
+        result = self._integers.computed(operation, name, args, kwargs)
         work = work_of(operation, args, kwargs, result)
         reads = [self._storage_of(each) for each in each_tensor((args, tuple(kwargs.values())))]
         schema = operation._schema
@@ -387,6 +404,16 @@ class StepTracer(TorchDispatchMode):
             self._asked_in_full.update(writes)
         self._fuse_casts(args)
         return result
+
+    def _parts_of(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Calls what an operation is made of, which torch leaves to modes in inference; NotImplemented if it is one."""
+        if operation.namespace != "aten":
+            return NotImplemented
+        super().__enter__()
+        try:
+            return operation.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _guess(self) -> None:
         """A number is asked for; what a loop does with it, which prints it, decides nothing."""
@@ -531,14 +558,15 @@ class _AsOnCuda(TorchFunctionMode):
 
     Args:
         guess: called where numbers are handed out.
+        integers: hands them out.
 
     Attributes:
         casts: how many functions are running with which a program casts a tensor.
     """
 
-    def __init__(self, guess: Callable[[], None]) -> None:
+    def __init__(self, guess: Callable[[], None], integers: answers.Integers) -> None:
         super().__init__()
-        self._guess, self.casts = guess, 0
+        self._guess, self._integers, self.casts = guess, integers, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -546,7 +574,7 @@ class _AsOnCuda(TorchFunctionMode):
             return args[0]
         if function in answers.READS:
             self._guess()
-            return answers.read_as_ones(function, *args, **kwargs)
+            return self._integers.read(function, *args, **kwargs)
         if any(_is_cuda(each) for each in (*args, *kwargs.values())):
             args = tuple("cpu" if _is_cuda(each) else each for each in args)
             kwargs = {name: "cpu" if _is_cuda(each) else each for name, each in kwargs.items()}

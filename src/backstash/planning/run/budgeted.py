@@ -47,10 +47,11 @@ from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import MET, MOST_COURSES, Alike, Bucket, Buckets, size_ratio
 from backstash.planning.run.course import PATIENCE, Course
-from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES
+from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.following import Following, Witness
 from backstash.planning.run.guard import Guard, in_front_of
 from backstash.planning.run.retry import Before, advise, is_of_collective, is_out_of_memory
+from backstash.planning.run.trainings import Trainings
 from backstash.planning.run.unhooked import Unhooked
 from backstash.planning.run.within import Within
 from backstash.policies import Policy, get
@@ -204,6 +205,7 @@ class Budgeted(Following):
         self._before: weakref.WeakKeyDictionary[nn.Module, Before] = weakref.WeakKeyDictionary()
         self.spared: Callable[[], int] = lambda: 0
         self.unused_nbytes = 0
+        self._trainings = Trainings()
         self.agreement = Agreement(self._planned, self._take) if agree else None
         self.hears_all = agree
         self.has_planned = False
@@ -492,6 +494,8 @@ class Budgeted(Following):
             self._session = self.last.session or self._session
             self._attach()
             return  # a step has one plan, whatever its second model is given
+        if model is not None and self._trainings.has_ended_with(model):
+            self._begin_anew()
         if self.period > 1:
             self._listen()
         self.last = bucket = self.buckets.of(signature)
@@ -719,6 +723,12 @@ class Budgeted(Following):
         self._guards.clear()
         self.period, self.forwards, self.given = period, forwards, None
         self._nbytes, self.unused_nbytes, self.last = 0, 0, None
+
+    def _begin_anew(self) -> None:
+        """Another training has begun (Note: [another training] in trainings.py)."""
+        self.order = Order()
+        self.restart(0, 1)
+        self.cycles, self.has_planned = 0, False
 
     def mix(self) -> None:
         """Passes of several kinds come in no order that repeats itself: each kind is planned for by itself."""
