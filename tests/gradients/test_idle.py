@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from backstash.report.meter import CountedPeak
 from backstash.saved import MIN_NBYTES
 
 MIB = 1 << 20
+NOTHING = {"does_nothing": True, "saved_nbytes": MIB, "freed_nbytes": 0}
 
 
 def chosen(*sizes: int) -> tuple[int | None, bool]:
@@ -54,6 +56,51 @@ def test_the_choice_is_made_anew_when_steps_save_much_more_or_less() -> None:
         known.choose_min_nbytes([MIB], MIB)
         known.end_step((1, 1), False, int(factor * MIB), 0)
         assert (known.min_nbytes is None) == anew == (not known.saves_little)
+
+
+@pytest.mark.parametrize("kinds", [2, 3, 5])
+def test_steps_that_come_in_turn_without_anything_to_do_make_it_idle(kinds: int) -> None:
+    known = Learned()
+    for turn in range(2):
+        for kind in range(kinds):
+            assert known.is_idle == (turn > 0 and kind >= 1)
+            (known.end_idle_step if known.is_idle else partial(known.end_step, **NOTHING))((kind + 1, MIB))
+    for kind in (*range(kinds), *reversed(range(kinds))):
+        known.end_idle_step((kind + 1, MIB))
+        assert known.is_idle
+    known.end_idle_step((99, MIB))  # one that is not known
+    assert not known.is_idle
+
+
+def test_one_of_several_kinds_with_something_to_do_keeps_it_awake() -> None:
+    known = Learned()
+    for _ in range(20):
+        for kind, does_nothing in ((1, True), (2, False)):
+            assert not known.is_idle
+            known.end_step((kind, MIB), does_nothing, MIB, 0 if does_nothing else MIB // 2)
+
+
+def test_a_step_that_once_had_nothing_to_do_is_looked_at_again() -> None:
+    known = Learned()
+    for _ in range(3):
+        known.end_step((1, MIB), saved_nbytes=MIB, does_nothing=True, freed_nbytes=0)
+        known.end_step((2, MIB), saved_nbytes=MIB, does_nothing=True, freed_nbytes=0)
+    known.end_step((2, MIB), saved_nbytes=MIB, does_nothing=False, freed_nbytes=MIB // 2)
+    known.end_step((2, MIB), saved_nbytes=MIB, does_nothing=True, freed_nbytes=0)
+    assert not known.is_idle
+
+
+def test_a_critic_and_a_generator_make_it_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "has_compiled", lambda: False)
+    torch.manual_seed(0)
+    critic, generator = nn.Linear(64, 64), nn.Linear(64, 64)
+    session = Session("lossless", stop_if_useless=False)
+    with session:
+        for step in range(20):
+            critic(torch.randn(512, 64)).sin().mean().backward()
+            critic(generator(torch.randn(512, 64))).sin().mean().backward()
+            if step > 2:
+                assert session._forward.is_idle
 
 
 def test_two_equal_steps_without_anything_to_do_make_it_idle() -> None:

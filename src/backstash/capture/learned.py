@@ -15,7 +15,7 @@ Note: [idle Sessions]
     two equal steps that save little could be made smaller by less than a fiftieth, there is nothing to do: the Session
     takes its observer and its module hooks away, and holds what is saved with its version and nothing else. It counts
     the tensors and their bytes. After a step that has saved others it learns anew, and in one of 64 steps it looks
-    again in any case.
+    again in any case. Passes that come in turn, as those of a critic and a generator, are known by what each saves.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ MANY_NODES, MOST_NODES = 1 << 16, 1 << 19
 
 QUIET_STEPS = 2
 """Equal steps without anything to do after which a Session is idle."""
+
+MOST_QUIET = 8
+"""How many steps without anything to do are told apart by what they save."""
 
 EQUAL_PASSES, MOST_EQUAL_PASSES = 4, 256
 """After how many equal passes one is written down (replay/), at first and at most."""
@@ -318,6 +321,7 @@ class Learned:
         "_kinds",
         "_needed",
         "_numbers",
+        "_quiet",
         "_quiet_steps",
         "_until_look",
         "_written",
@@ -350,6 +354,7 @@ class Learned:
         self.counted = (0, 0)
         self.step = Step()
         self.peak_nbytes = 0
+        self._quiet: dict[tuple[int, int], None] = {}  # what steps have saved in which there was nothing to do
         self._quiet_steps = 0
         self._needed = QUIET_STEPS
         self._until_look = LOOK_AGAIN
@@ -469,8 +474,13 @@ class Learned:
         if self.min_nbytes is not None and not self._chosen_of <= 4 * saved_nbytes <= 16 * self._chosen_of:
             self.min_nbytes, self.saves_little = None, False
         is_quiet = does_nothing or (self.saves_little and SHARE * freed_nbytes < saved_nbytes)
-        equal = is_quiet and counted == self.counted
-        self._quiet_steps = self._quiet_steps + 1 if equal else int(is_quiet)
+        was_quiet = counted in self._quiet
+        self._quiet.pop(counted, None)
+        if is_quiet:
+            self._quiet[counted] = None
+        if len(self._quiet) > MOST_QUIET:
+            del self._quiet[next(iter(self._quiet))]
+        self._quiet_steps = self._quiet_steps + 1 if is_quiet and was_quiet else int(is_quiet)
         self._until_look = LOOK_AGAIN
         self.counted = counted
 
@@ -478,7 +488,7 @@ class Learned:
         """A step is over in which the tensors were only counted."""
         if not counted[0]:
             return
-        if counted != self.counted:
+        if counted != self.counted and counted not in self._quiet:
             self._quiet_steps = 0
             self._needed = min(2 * self._needed, 64)  # steps differ: it takes longer to be sure again
             self.counted = counted
