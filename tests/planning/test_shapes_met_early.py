@@ -194,8 +194,12 @@ def test_plain_steps_of_other_shapes_tell_the_time_in_proportion() -> None:
     assert measured._seconds == 9.0
     measured._plain += [(small, 1.0)] * 3
     assert measured._seconds == pytest.approx(3.0)
-    measured._plain += [(large, 2.0)]
-    assert measured._seconds == 2.0
+    measured._plain += [(large, 60.0)]  # which has compiled something, or warmed something up
+    assert measured._seconds == measured._plain_seconds == pytest.approx(3.0)
+    measured._plain[-1] = large, 2.0
+    assert measured._seconds == measured._plain_seconds == 2.0
+    measured._plain[-1:] = [(large, 60.0)] * 2
+    assert measured._seconds == 60.0
     session.close()
 
 

@@ -363,8 +363,20 @@ class Course:
 
     @property
     def _plain_seconds(self) -> float:
-        """The time of a plain step; 0.0 where none was timed."""
-        return self._usual(self._plain)
+        """The time of a plain step; 0.0 where none was timed.
+
+        Where a single one was, which may have done what is done once, it is no more than those of other shapes say.
+        """
+        own = self._usual(self._plain)
+        is_single = sum(bucket is self._bucket for bucket, _ in self._plain) == 1
+        return min(own, self._in_proportion) if is_single else own
+
+    @property
+    def _in_proportion(self) -> float:
+        """The time of a plain step in proportion to all that were timed; infinite where none was."""
+        ratios = [(size_ratio(each.signature, self._bucket.signature, is_linear=True), s) for each, s in self._plain]
+        times = [ratio * seconds for ratio, seconds in ratios if math.isfinite(ratio)]
+        return usual(times) if times else math.inf
 
     def _usual(self, times: list[tuple[Bucket, float]]) -> float:
         """What steps of this bucket usually take; 0.0 where none was timed."""
@@ -374,11 +386,7 @@ class Course:
     @property
     def _seconds(self) -> float:
         """The time of a plain step: as it was timed, or in proportion to plain steps of other shapes, or estimated."""
-        ratios = [size_ratio(other.signature, self._bucket.signature, is_linear=True) for other, _ in self._plain]
-        times = [
-            ratio * seconds for ratio, (_, seconds) in zip(ratios, self._plain, strict=True) if math.isfinite(ratio)
-        ]
-        return self._plain_seconds or (usual(times) if times else self._estimate)
+        return self._plain_seconds or (self._in_proportion if math.isfinite(self._in_proportion) else self._estimate)
 
     def _step(self) -> Waiting:
         """Waits for a step, and times it where steps are timed."""
