@@ -306,12 +306,15 @@ ASKING = {
     "rows of an array": "i = torch.randint(8, ()); x = x + torch.from_numpy(numpy.ones(99, 'float32')[i : i + 2 * 32])",
     "numbers of integers": "n = torch.tensor(5); n += 3; assert n.item() == 8 and f'{n // 3:02}' == '02'",
     "what is written down": "assert torch.tensor(0.5).item() == 0.5 and not torch.tensor(False) ",
+    "a sparse matrix": "a = (x @ x.T).detach().to_sparse(); x = torch.sparse.mm(a, x) + torch.spmm(a.coalesce(), x)",
+    "sparse rows": "a = torch.eye(len(x)).to_sparse_csr(); x = a @ model[0](x)",
     "text": "assert f'{x.sum():.2f}' == '1.00' and str(x) and repr(x[0])",
     "in inference": "with torch.inference_mode(): assert x.sum().item() == 1.0 and (x > 0).all() and x.tolist()",
     "numbers of a leaf": "model[0].bias.data.numpy()[:1]; x.requires_grad_(); x.detach().cpu().numpy()",
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("asks", ASKING)
 def test_numbers_are_one_and_masks_true(asks: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

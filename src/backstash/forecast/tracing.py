@@ -508,11 +508,15 @@ class StepTracer(TorchDispatchMode):
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
-    def _pack(self, x: Tensor) -> _Packed:
+    def _pack(self, x: Tensor) -> _Packed | Tensor:
+        if x.layout is not torch.strided:
+            return x
         number = self._storage_of(x)
         return _Packed(number, TensorSpec.of(x), self._running[-1] if self._running else "")
 
-    def _unpack(self, packed: _Packed) -> Tensor:
+    def _unpack(self, packed: _Packed | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
         node = running_node()
         if node is not None:
             self._note_use(node, packed)

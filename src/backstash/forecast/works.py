@@ -42,9 +42,10 @@ PASSES = {"native_batch_norm": 1.5, "native_group_norm": 1.5, "_log_softmax": 1.
 
 
 def each_tensor(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments or results, those in lists included."""
+    """Yields the tensors of arguments or results, also those in lists; not sparse ones, whose size is not known."""
     if isinstance(values, Tensor):
-        yield values
+        if values.layout is torch.strided:
+            yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
             yield from each_tensor(value)
