@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from backstash import Session
 from backstash.capture import observer
+from backstash.policies import Keep, Recompute, Rules, get
 
 STEPS = 14
 TORCH = os.path.dirname(torch.__file__)
@@ -121,6 +122,17 @@ def test_a_wrapper_runs_once_a_call(case: str, patched_at: int) -> None:
     expected = trained(case, nullcontext(), patched_at)
     found = trained(case, Session("lossless", min_nbytes=0), patched_at)
     assert all(torch.equal(own, plain) for own, plain in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("patched_at", [0, STEPS])
+def test_attention_is_made_again_behind_a_wrapper(patched_at: int) -> None:
+    """Whether there is a wrapper when it is met for the first time, in this process, or was one."""
+    observer._kinds.pop(F.multi_head_attention_forward, None)
+    remade = Recompute(Keep(), any_producer=True)
+    for at in (patched_at, STEPS):
+        session = Session(Rules((("*", remade),), get("lossless")), min_nbytes=0, stop_if_useless=False)
+        trained("attention", session, at)
+        assert sum("  recompute  " in line and "Bmm" in line for line in session.report().table().splitlines()) >= 2
 
 
 def test_a_wrapper_around_backward_runs_once() -> None:

@@ -348,7 +348,7 @@ class _Kind:
         self.is_cheap = func in repeatable.CHEAP
         is_harmless = self.effect in (SideEffect.NONE, SideEffect.CHANGES_STATISTICS)
         self.is_repeatable = is_harmless and repeatable.is_repeatable(func)
-        self.inside = _ATTENTION if func is F.multi_head_attention_forward else None
+        self.inside = _inside_attention if func is _ATTENTION else None
         self.is_backward = func in _BACKWARD
         self.differentiates = inspect.unwrap(func) in _DIFFERENTIATE
         self.assigns_data = func == _ASSIGN_DATA
@@ -359,7 +359,8 @@ class _Kind:
         return self.is_backward or self.differentiates
 
 
-_ATTENTION = seen_inside(F.multi_head_attention_forward)
+_ATTENTION = F.multi_head_attention_forward  # a program may put a wrapper in its place later, which calls this one
+_inside_attention = seen_inside(_ATTENTION)
 
 _kinds: dict[Callable[..., Any], _Kind] = {}
 LONG_WAY = object()
