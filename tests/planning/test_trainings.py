@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import backstash as bs
+from backstash.planning.run.buckets import Bucket
 from backstash.planning.run.trainings import MOST_TRAININGS, SURE, Trainings
 from backstash.report.meter import CountedPeak
 
@@ -108,3 +109,9 @@ def test_weights_without_shapes_tell_nothing(make: Callable[[], nn.Module]) -> N
     first: Tensor = torch.ones(1, 3, 4, 4)
     lazy(first)
     assert [trainings.has_ended_with(lazy) for _ in range(SURE)][-1]
+
+
+def test_inputs_are_told_in_words() -> None:
+    assert Bucket((((8, 64), "int64"), ((), "float32"))).inputs == "int64 [8, 64], float32 []"
+    assert Bucket((((4,), "float32"), ((), "autocast torch.bfloat16"))).inputs == "float32 [4], autocast torch.bfloat16"
+    assert Bucket().inputs == "no tensors"

@@ -20,7 +20,7 @@ READS: frozenset[Any] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist
 _MASKS = (torch.bool, torch.uint8)
 
 
-class Integers:
+class SingleIntegers:
     """What single integers are, as a program computes them from others: ``data[i : i + 64]`` has 64 rows."""
 
     def __init__(self) -> None:

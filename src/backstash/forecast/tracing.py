@@ -214,7 +214,7 @@ class StepTracer(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         self._running: list[str] = []
         self._contexts = ExitStack()
-        self._integers = answers.Integers()
+        self._integers = answers.SingleIntegers()
         self._mode = _AsOnCuda(self._guess, self._integers)
         self._fused: set[Storage] = set()  # results of softmaxes that have no copy of their input
         self._stands_for: dict[Storage, Storage] = {}
@@ -568,7 +568,7 @@ class _AsOnCuda(TorchFunctionMode):
         casts: how many functions are running with which a program casts a tensor.
     """
 
-    def __init__(self, guess: Callable[[], None], integers: answers.Integers) -> None:
+    def __init__(self, guess: Callable[[], None], integers: answers.SingleIntegers) -> None:
         super().__init__()
         self._guess, self._integers, self.casts = guess, integers, 0
 

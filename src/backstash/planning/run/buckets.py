@@ -121,6 +121,15 @@ class Bucket:
     derived_from: int = 0
 
     @property
+    def inputs(self) -> str:
+        """Its inputs in words, as ``int64 [8, 64]``."""
+        each = (
+            f"{name} {list(shape)}" if shape or not name.startswith(AUTOCAST) else name
+            for shape, name in self.signature
+        )
+        return ", ".join(each) or "no tensors"
+
+    @property
     def waits(self) -> bool:
         """Whether its steps are yet to be measured."""
         return not self.is_done and self.courses < MOST_COURSES

@@ -611,7 +611,7 @@ class Budgeted(Following):
             return None
         if first_nbytes > budget:
             said = (
-                f"a step of {bucket.signature} was asked for within {size(budget)} ({budget} bytes), but under the "
+                f"a step of {bucket.inputs} was asked for within {size(budget)} ({budget} bytes), but under the "
                 f"leanest plan the first one takes {first_nbytes} bytes ({size(first_nbytes)}). Pass that budget, "
                 f"allow more, or make the batch smaller."
             )
@@ -625,7 +625,7 @@ class Budgeted(Following):
             planned_nbytes=first_nbytes,
             plans=1,
             plan=plan,
-            trouble="" if first_nbytes <= budget else f"no plan fits {bucket.signature}: the leanest one is used",
+            trouble="" if first_nbytes <= budget else f"no plan fits {bucket.inputs}: the leanest one is used",
         )
         policy = self.guarded(bucket, plan, max(budget, plan.budget))
         bucket.plan = plan

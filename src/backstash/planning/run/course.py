@@ -866,7 +866,7 @@ class Course:
                 self._wait_under(None)
             self._refuse(error)
             return
-        bucket.found = replace(bucket.found, trouble=f"no plan fits {bucket.signature}: the leanest one is used")
+        bucket.found = replace(bucket.found, trouble=f"no plan fits {bucket.inputs}: the leanest one is used")
         warnings.warn(str(error), stacklevel=2)
 
     def _refuse(self, error: BudgetError) -> None:
@@ -916,7 +916,7 @@ class Course:
             over = bucket.found.reached_nbytes - budget
             is_leanest = plan.peak_nbytes <= largest.planner.at_most(0).peak_nbytes
             if over > 0 and is_leanest and owner.strict:
-                said = f"steps of {bucket.signature} were asked for within {budget} bytes, but took {budget + over}."
+                said = f"steps of {bucket.inputs} were asked for within {budget} bytes, but took {budget + over}."
                 raise BatchTooLargeError(BudgetError(said, budget + over, plan.seconds, plan))
             if over <= 0:
                 self._take_as_kept()
