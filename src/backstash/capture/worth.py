@@ -42,10 +42,10 @@ clock = time.perf_counter
 def lowers_little(step: Step) -> bool:
     """Whether what a Session lowers, and what it may free early, is less than one in SHARE of what a step saves."""
     saved, freed = step.saved_nbytes, step.freed_nbytes
-    return SHARE * freed < saved and SHARE * (freed + _early_nbytes(step)) < saved
+    return SHARE * freed < saved and SHARE * (freed + early_nbytes(step)) < saved
 
 
-def _early_nbytes(step: Step) -> int:
+def early_nbytes(step: Step) -> int:
     """Bytes of the values of a step that backward may free earlier than it would without a Session, as they are."""
     found = 0
     for account in step.accounts:

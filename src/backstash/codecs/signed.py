@@ -129,8 +129,7 @@ class Signed:
         gathers, nonzeros, negative = self._gathers(spec), values.numel(), int(high < 0)
         if nonzeros and not (low > 0 or high < 0):  # there are both signs, or NaNs
             planes["positive"] = ops.bitmask_encode(values if gathers else flat(x), Test.GT.code, 0.0, 0.0)
-            magnitudes = values.abs()
-            low = torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
+            low = torch.stack([_least(part) for part in _parts(values)]).min()
         planes["least"] = (low if low > 0 else -high).reshape(1)
         encoded = self.values.encode(values if gathers else x)
         planes |= {_PREFIX + name: plane for name, plane in encoded.planes.items()}
@@ -205,7 +204,8 @@ class Signed:
         values = flat(self.values.decode(Encoded(self.values.id, stored, inner, meta)))
         least = planes["least"]
         if "positive" in planes:
-            values = torch.where(_unpacked(planes["positive"], values), values.maximum(least), values.minimum(-least))
+            for part, positive in zip(_parts(values), _parts(_unpacked(planes["positive"], values)), strict=True):
+                part.copy_(torch.where(positive, part.maximum(least), part.minimum(-least)))
         elif encoded.meta["negative"]:
             torch.minimum(values, -least, out=values)
         else:
@@ -238,6 +238,18 @@ class _Known(NamedTuple):
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest value, NaN where one of them is NaN; zeros for an empty tensor."""
     return values.aminmax() if values.numel() else (values.sum(), values.sum())
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a row that are worked on one after the other, so that what is computed on the way takes little."""
+    parts: tuple[Tensor, ...] = x.split(max(1 << 16, -(-x.numel() // 16)))
+    return parts
+
+
+def _least(values: Tensor) -> Tensor:
+    """The smallest magnitude, NaNs aside."""
+    magnitudes = values.abs()
+    return torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
 
 
 def _unpacked(bits: Tensor, values: Tensor) -> Tensor:

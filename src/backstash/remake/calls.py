@@ -81,7 +81,7 @@ CHANGED = -1
 """The version of what was changed since, whatever the tensor's own version says; no tensor has it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Held:
     """A tensor argument that is held as it is: a parameter, or something small.
 

@@ -64,6 +64,7 @@ class Contents:
     __slots__ = (
         "__weakref__",
         "_contents",
+        "_copied_nbytes",
         "_has_copied",
         "_live",
         "_references",
@@ -82,8 +83,10 @@ class Contents:
         self.remakes_anything = self.describes = False
         self._contents: dict[int, Content] = {}
         self.noting: Callable[[], Noting] | None = None
-        self._snapshots: dict[int, dict[_Index, tuple[weakref.ref[torch.UntypedStorage], Held]]] = {}
-        self._references: dict[int, dict[_Index, Held]] = {}  # both by the address of their storage
+        self._snapshots: dict[int, dict[_Index, tuple[weakref.ref[torch.UntypedStorage], Callable[[], Held | None]]]]
+        self._snapshots = {}  # by the address of their storage, as the references are
+        self._copied_nbytes = 0  # since what died was forgotten
+        self._references: dict[int, dict[_Index, Held]] = {}
         self._has_copied = False  # in this step, what the step before has read
 
     def __len__(self) -> int:
@@ -247,6 +250,7 @@ class Contents:
 
     def forget_dead(self) -> None:
         """Forget what died, but for what is made again from it, and so the copies of all that its calls have read."""
+        self._copied_nbytes = 0
         self._contents = {cdata: known for cdata, known in self._contents.items() if known.storage() is not None}
 
     def clear(self) -> None:
@@ -287,31 +291,40 @@ class Contents:
         """
         is_small = x.nbytes < self._live.min_nbytes
         if is_small and (x.is_cpu or not self.parameters.include(x, storage)):
-            copy = x.detach().clone()
-            return Held(copy, copy._version)
+            return self._copy(x)
         index = _index_of(x)
         if not is_small and self.remakes_anything:
             return None if self.parameters.may_be_freed(storage) else self._reference(x, storage, index)
         if x.nbytes > SNAPSHOT_NBYTES:
             return None
-        known = self._snapshots.get(storage._cdata, {}).get(index)
-        if known is None or known[0]() is not storage:
+        known = self._copy_of(storage, index)
+        if known is None:
             if not x.is_cpu:
                 self._copy_together(x)
-                known = self._snapshots.get(storage._cdata, {}).get(index)
-            if known is None or known[0]() is not storage:
-                known = self._keep_copy(storage, index, x.detach().clone())
+                known = self._copy_of(storage, index)
+            if known is None:
+                known = self._copy(x)
+                self._keep_copy(storage, index, weakref.ref(known) if x.is_cpu else partial(_same, known))
         if self.noting is not None and not x.is_cpu:
             self.noting().copied[id(x)] = weakref.ref(x)
-        return known[1]
-
-    def _keep_copy(
-        self, storage: torch.UntypedStorage, index: _Index, copy: Tensor
-    ) -> tuple[weakref.ref[torch.UntypedStorage], Held]:
-        self.copied(storage._cdata)
-        known = weakref.ref(storage), Held(copy, copy._version)
-        self._snapshots.setdefault(storage._cdata, {})[index] = known
         return known
+
+    def _copy(self, x: Tensor) -> Held:
+        """A copy of a tensor. When there are many, what died is forgotten with the copies that it has read."""
+        self._copied_nbytes += x.nbytes
+        if self._copied_nbytes > SNAPSHOT_NBYTES:
+            self.forget_dead()
+        copy = x.detach().clone()
+        return Held(copy, copy._version)
+
+    def _copy_of(self, storage: torch.UntypedStorage, index: _Index) -> Held | None:
+        known = self._snapshots.get(storage._cdata, {}).get(index)
+        return known[1]() if known is not None and known[0]() is storage else None
+
+    def _keep_copy(self, storage: torch.UntypedStorage, index: _Index, known: Callable[[], Held | None]) -> None:
+        """Has other calls read a copy too: on a CPU while one does, on an accelerator as long as the step lasts."""
+        self.copied(storage._cdata)
+        self._snapshots.setdefault(storage._cdata, {})[index] = weakref.ref(storage), known
 
     def _copy_together(self, wanted: Tensor) -> None:
         """Copies the parameters and buffers that the last step has read, once a step and if ``wanted`` is one of them.
@@ -341,7 +354,8 @@ class Contents:
         for group in groups.values():
             copies = without_gradients(partial(_copies_of, [x for x, _ in group]))
             for (x, storage), copy in zip(group, copies, strict=True):
-                self._keep_copy(storage, _index_of(x), copy)
+                held = Held(copy, copy._version)
+                self._keep_copy(storage, _index_of(x), partial(_same, held))
 
     def _reference(self, x: Tensor, storage: torch.UntypedStorage, index: _Index) -> Held:
         """The memory of ``x`` itself: one object for all calls that read it before it is changed."""
@@ -350,6 +364,10 @@ class Contents:
         if held is None:
             held = known[index] = Held(x.detach(), x._version, True)
         return held
+
+
+def _same(held: Held) -> Held:
+    return held
 
 
 def _index_of(x: Tensor) -> _Index:

@@ -1,0 +1,105 @@
+"""Each step takes what its like take, from the first one on, and never more than plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backstash import Session, codecs
+from backstash import session as sessions
+from backstash.report.meter import CountedPeak
+
+STEPS = 10
+SLACK = 32 << 10
+
+
+@pytest.fixture(autouse=True)
+def _has_compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "has_compiled", lambda: False)
+
+
+def head() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A loss whose kernel may free the logits early, and nothing else that can be made smaller."""
+    x, y = torch.randn(256, 64), torch.randint(0, 8000, (256,))
+    return nn.Linear(64, 8000), lambda model: F.cross_entropy(model(x), y)
+
+
+def penalty() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A sum of squares of weights, each of which is small enough to be copied where a recipe reads it."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(12)])
+    x = torch.randn(256, 256)
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(x).square().mean() + 1e-4 * sum(w.pow(2).sum() for w in model.parameters())
+
+    return model, loss
+
+
+def scaled() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """Weights that are scaled before they are used."""
+    weights = nn.ParameterList([torch.randn(256, 256) * 0.05 for _ in range(12)])
+    x = torch.randn(256, 256)
+
+    def loss(model: nn.Module) -> Tensor:
+        y = x
+        for weight in weights:
+            y = F.relu(y @ (weight * 0.9 + 0.01)) + y
+        return y.square().mean()
+
+    return weights, loss
+
+
+PROGRAMS = {"head": head, "penalty": penalty, "scaled": scaled}
+
+
+def peaks(program: str, context: Any) -> list[int]:
+    torch.manual_seed(0)
+    model, loss = PROGRAMS[program]()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    found = []
+    for _ in range(STEPS):
+        with CountedPeak() as counted, context:
+            loss(model).backward()
+        found.append(counted.peak_nbytes)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["lossless", "gist_lossless", "lossless_stored"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_step_takes_more_than_plain(program: str, policy: str) -> None:
+    plain, found = peaks(program, nullcontext()), peaks(program, Session(policy))
+    assert max(found) <= max(plain) + SLACK, [each - max(plain) for each in found]
+
+
+def test_what_a_kernel_frees_early_keeps_a_session_awake() -> None:
+    plain, found = peaks("head", nullcontext()), peaks("head", Session("lossless"))
+    assert max(found) <= 0.75 * max(plain)
+
+
+def test_keep_rests_nevertheless() -> None:
+    session = Session("keep")
+    peaks("head", session)
+    assert session._forward.is_idle
+
+
+@pytest.mark.parametrize("numel", [2, 5, (1 << 16) + 3, (1 << 20) + 1])
+def test_signs_are_mended_in_little_memory(numel: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    x[::3] = 0
+    codec = codecs.Signed(codecs.BlockQuant(4))
+    with CountedPeak() as encoding:
+        encoded = codec.encode(x)
+    with CountedPeak() as decoding:
+        decoded = codec.decode(encoded)
+    assert decoded.sign().equal(x.sign())
+    least = x[x != 0].abs().min()
+    assert decoded[x != 0].abs().min() >= least
+    most = 2.5 * x.nbytes + 4 * (1 << 18)  # for the parts that are worked on
+    assert decoding.peak_nbytes <= most and encoding.peak_nbytes <= most
