@@ -12,6 +12,7 @@ from backstash.errors import MeasureError
 from backstash.planning.measure.profiling import profile
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.model.problem import StepProfile
+from backstash.planning.search.planner import Planner
 
 BATCH = torch.randn(8, 3, 16, 16)
 
@@ -150,3 +151,17 @@ def test_an_optimizer_in_the_step_does_not_keep_values_from_being_remade(
         for taken in (profile(step, model, min_nbytes=1024), profile(backward, model, min_nbytes=1024))
     ]
     assert remade[0] == remade[1] and "1/Gelu#0:self" in remade[0]
+
+
+@pytest.mark.parametrize("rows", [256, 1024])
+def test_what_a_survey_tries_is_none_of_the_step(rows: int) -> None:
+    """A plan's model says what the plan takes; what a codec was decoded into had counted as the step's."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(256, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(512, 10))
+    x, y = torch.randn(rows, 256), torch.randint(0, 10, (rows,))
+    found = profile(lambda: nn.functional.cross_entropy(model(x), y).backward(), model)
+    plan = Planner(found).at_most(0)
+    assert found.rehearse is not None
+    reached = max(found.rehearse(plan))
+    assert reached <= plan.peak_nbytes <= 1.02 * reached

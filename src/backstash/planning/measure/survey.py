@@ -389,21 +389,25 @@ class Survey(Births):
         measured = self._measured
         if kind in measured.fixed:
             return measured.fixed[kind]
-        with self._trial():
-            try:
-                encoded = codec.encode(whole)
-            except CodecRefusedError:
-                return None
-            out = None
-            if kind not in measured.codecs or codec.bound is not None:
-                out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
-            if kind not in measured.codecs:
-                encode_seconds = self._watch.shortest(lambda: codec.encode(whole), whole)
-                decode_seconds = self._watch.shortest(lambda: codec.decode(encoded, out), whole)
-                measured.codecs[kind] = encode_seconds, decode_seconds
-            elif out is not None:
-                codec.decode(encoded, out)
-            noise = 0.0 if codec.bound is None or out is None else _noise(whole, out)
+        with self._trial():  # what it makes is gone when the trial ends
+            return self._tried(codec, whole, readers, kind)
+
+    def _tried(self, codec: Codec, whole: Tensor, readers: list[SavedTensor], kind: ValueKind) -> Rounded | None:
+        measured = self._measured
+        try:
+            encoded = codec.encode(whole)
+        except CodecRefusedError:
+            return None
+        out = None
+        if kind not in measured.codecs or codec.bound is not None:
+            out = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
+        if kind not in measured.codecs:
+            encode_seconds = self._watch.shortest(lambda: codec.encode(whole), whole)
+            decode_seconds = self._watch.shortest(lambda: codec.decode(encoded, out), whole)
+            measured.codecs[kind] = encode_seconds, decode_seconds
+        elif out is not None:
+            codec.decode(encoded, out)
+        noise = 0.0 if codec.bound is None or out is None else _noise(whole, out)
         encode_seconds, decode_seconds = measured.codecs[kind]
         forms = [table.FORMS.get(reader.op) for reader in readers]
         is_direct = all(form is not None and base.direct(codec, form) is not None for form in forms)
@@ -430,8 +434,7 @@ class Survey(Births):
         known = None if makes is None else makes.known(encoded)
         if makes is None or known is None:
             return 0
-        with self._trial():
-            return max(0, makes.draft(whole, known).encoded.nbytes - encoded.nbytes)
+        return max(0, makes.draft(whole, known).encoded.nbytes - encoded.nbytes)
 
     def _try_recipe(
         self,
