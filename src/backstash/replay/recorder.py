@@ -527,6 +527,7 @@ class _Writer:
         stored = saved.value
         if not saved.builtin and any(reader.need is Need.SHAPE for reader in stored.account.shared_by or ()):
             raise RefusedError("a node that may write into a value reads it, and another one reads its shape alone")
+        entry.note()  # where what ends a call was interrupted
         self._add(number, stored)
         self._claims(save, saved, stored)
         return save
