@@ -244,6 +244,7 @@ class Recorder:
 
     def end(self) -> None:
         """Nothing more happens in the pass."""
+        self._refuse_open()
         self.module_events = self.names.noted_calls()
 
     def clear(self) -> None:
@@ -265,14 +266,22 @@ class Recorder:
 
     def begin_call(self, function: Any) -> None:
         """A torch function is about to run that autograd records."""
+        self._refuse_open()
         self._open = _Call(function, len(self.entries))
         self._is_over = self._is_over or ends_pass(function)
 
+    def _refuse_open(self) -> None:
+        """Refuses a pass in which a call has saved something, and raised, or was interrupted while it was noted."""
+        if self._open is not None and len(self.entries) > self._open.first:
+            self.refuse("a call that has saved something did not end")
+
     def end_call(self, result: Any) -> None:
-        """It has returned; or raised, then the result is None."""
-        call, self._open = self._open, None
-        if call is None:
-            return
+        """It has returned."""
+        if self._open is not None:
+            self._note_end(self._open, result)
+            self._open = None  # not before: what was interrupted has not ended
+
+    def _note_end(self, call: _Call, result: Any) -> None:
         call.saves = len(self.entries) - call.first
         if call.saves:
             self._find_nodes(call, result)
@@ -527,7 +536,6 @@ class _Writer:
         stored = saved.value
         if not saved.builtin and any(reader.need is Need.SHAPE for reader in stored.account.shared_by or ()):
             raise RefusedError("a node that may write into a value reads it, and another one reads its shape alone")
-        entry.note()  # where what ends a call was interrupted
         self._add(number, stored)
         self._claims(save, saved, stored)
         return save
