@@ -30,6 +30,11 @@ MIB = 1 << 20
 NOTHING = {"does_nothing": True, "saved_nbytes": MIB, "freed_nbytes": 0}
 
 
+@pytest.fixture(autouse=True)
+def _has_compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "has_compiled", lambda: False)  # whatever ran before in this process
+
+
 def chosen(*sizes: int) -> tuple[int | None, bool]:
     known = Learned()
     known.choose_min_nbytes(sizes, sum(sizes))
@@ -90,8 +95,7 @@ def test_a_step_that_once_had_nothing_to_do_is_looked_at_again() -> None:
     assert not known.is_idle
 
 
-def test_a_critic_and_a_generator_make_it_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "has_compiled", lambda: False)
+def test_a_critic_and_a_generator_make_it_idle() -> None:
     torch.manual_seed(0)
     critic, generator = nn.Linear(64, 64), nn.Linear(64, 64)
     session = Session("lossless", stop_if_useless=False)
@@ -165,10 +169,7 @@ def test_what_the_program_holds_no_longer_is_stored_some_steps_later() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("min_nbytes", [None, 0])
-def test_a_large_step_of_which_the_program_holds_everything_makes_it_idle(
-    min_nbytes: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "has_compiled", lambda: False)
+def test_a_large_step_of_which_the_program_holds_everything_makes_it_idle(min_nbytes: int | None) -> None:
     model, session = network(), Session("lossless", min_nbytes=min_nbytes)
     hidden: list[Tensor] = []
     for _ in range(4):

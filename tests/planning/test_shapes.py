@@ -287,7 +287,8 @@ def test_a_first_step_lets_go_as_early_as_later_ones(layers: int) -> None:
         with CountedPeak() as counted, session:
             run()
         peaks.append(counted.peak_nbytes)
-    assert peaks[0] <= peaks[1] <= plan.peak_nbytes <= first  # the peak lies where the loss is computed
+    assert peaks[0] <= peaks[1] <= plan.peak_nbytes + 2 * ROUNDING  # the peak lies where the loss is computed
+    assert plan.peak_nbytes <= first
 
 
 def test_a_loop_plans_for_lengths_before_their_first_step() -> None:
