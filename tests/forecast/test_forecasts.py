@@ -308,6 +308,10 @@ ASKING = {
     "what is written down": "assert torch.tensor(0.5).item() == 0.5 and not torch.tensor(False) ",
     "a sparse matrix": "a = (x @ x.T).detach().to_sparse(); x = torch.sparse.mm(a, x) + torch.spmm(a.coalesce(), x)",
     "sparse rows": "a = torch.eye(len(x)).to_sparse_csr(); x = a @ model[0](x)",
+    "nothing is infinite": "assert not (x.isnan().any() or (x != x).any() or x.isinf().any()) and x.isfinite().all()",
+    "a guard": "if torch.isnan(x.sum()) or x.sum().isinf(): raise ValueError",
+    "gradients are finite": "nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)",
+    "a step is written over": "bad = x.isnan(); assert not bad.any(); bad.fill_(True); assert bad.any() and bad.all()",
     "text": "assert f'{x.sum():.2f}' == '1.00' and str(x) and repr(x[0])",
     "in inference": "with torch.inference_mode(): assert x.sum().item() == 1.0 and (x > 0).all() and x.tolist()",
     "numbers of a leaf": "model[0].bias.data.numpy()[:1]; x.requires_grad_(); x.detach().cpu().numpy()",
@@ -425,3 +429,25 @@ def test_a_line_may_ask_of_every_weight() -> None:
                 number += 1
             asked.append(number)
     assert asked == [tracing.MOST_ASKED - 1, 1, 1]
+
+
+def test_a_gradient_scaler_lets_the_optimizer_step(tmp_path: Path) -> None:
+    peaks = []
+    for is_scaled in (False, True):
+        script = tmp_path / "train.py"
+        script.write_text(SCALED.format(is_scaled=is_scaled))
+        peaks.append(traced_script(str(script), ("{size}",), unit=8).peak_nbytes("plain", 8))
+    assert 0.95 * peaks[0] <= peaks[1] <= 1.1 * peaks[0]
+
+
+SCALED = """
+import sys, torch
+from torch import nn
+model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+optimizer = torch.optim.Adam(model.parameters())
+scaler = torch.amp.GradScaler("cpu", enabled={is_scaled})
+for _ in range(9):
+    loss = model(torch.randn(int(sys.argv[1]), 256)).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -19,29 +20,58 @@ READS: frozenset[Any] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist
 
 _MASKS = (torch.bool, torch.uint8)
 
+# fmt: off
+_PASS_ON = frozenset({
+    "add", "all", "amax", "any", "bitwise_and", "bitwise_or", "cat", "clone", "detach", "expand", "logical_and",
+    "logical_or", "max", "maximum", "mul", "reshape", "select", "squeeze", "stack", "sum", "_to_copy", "unsqueeze",
+    "view",
+})
+# fmt: on
+"""Operations that give zero, or false, where all that they are given is that."""
 
-class SingleIntegers:
-    """What single integers are, as a program computes them from others: ``data[i : i + 64]`` has 64 rows."""
+
+class Numbers:
+    """What numbers are that are not simply 1.
+
+    Single integers are computed as a program computes them from others: ``data[i : i + 64]`` has 64 rows. No number is
+    infinite or NaN, so what a program or a gradient scaler finds out about that is false.
+    """
 
     def __init__(self) -> None:
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the number in each element
 
     def of(self, x: Tensor) -> int:
-        """The number in a tensor of one integer."""
-        known = with_numbers(x)
-        return int(self._known.get(x, 1) if known is None else unseen_by_modes(known.item))
+        """The number in each element of a tensor."""
+        return int(self._known.get(x, 1))
 
     def computed(self, operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As :func:`computed`, which it calls; where all tensors are single integers, the result is noted as one."""
         given = list(each_tensor((tuple(args), tuple(kwargs.values()))))
         if not given or not all(map(_is_integer, given)):
-            return computed(operation, name, args, kwargs)
+            is_zero = _asks_for_infinity(name, args) or (
+                name in _PASS_ON and bool(given) and all(self._known.get(each) == 0 for each in given)
+            )
+            result = computed(operation, name, args, kwargs)
+            written = (args[1], result) if name == "_amp_foreach_non_finite_check_and_unscale_" else (result,)
+            for each in each_tensor(written):
+                self._known.pop(each, None)  # it may have been written to
+                if is_zero:
+                    self._known[each] = 0
+            return result
         numbers, named = tree_map_only(Tensor, self._real, (tuple(args), dict(kwargs)))  # as they are before it
         result = computed(operation, name, args, kwargs)
         if isinstance(result, Tensor) and _is_integer(result):
             with suppress(RuntimeError):  # as of a division by zero
                 self._known[result] = unseen_by_modes(lambda: operation(*numbers, **named).item())
         return result
+
+    def item(self, x: Tensor) -> Any:
+        """The number in a tensor of one element, where that is not simply 1; else None."""
+        known = with_numbers(x)
+        if known is not None:
+            return unseen_by_modes(known.item)
+        number = self._known.get(x)
+        return None if number is None else unseen_by_modes(lambda: torch.tensor(number, dtype=x.dtype).item())
 
     def read(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What one of READS returns for a tensor without numbers; of another, its numbers."""
@@ -54,8 +84,16 @@ class SingleIntegers:
         known = with_numbers(x)
         if known is not None:
             return unseen_by_modes(known.clone)
-        number = self.of(x) if _is_integer(x) else 1
-        return unseen_by_modes(lambda: torch.full(x.shape, number, dtype=x.dtype, requires_grad=x.requires_grad))
+        return unseen_by_modes(lambda: torch.full(x.shape, self.of(x), dtype=x.dtype, requires_grad=x.requires_grad))
+
+
+def _asks_for_infinity(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation tells what is infinite or NaN, which is nothing."""
+    if name in ("isnan", "isinf", "isposinf", "isneginf", "_amp_foreach_non_finite_check_and_unscale_"):
+        return True
+    if name == "ne":
+        return args[0] is args[1]
+    return name == "eq" and isinstance(args[1], float) and math.isinf(args[1])
 
 
 def _is_integer(x: Tensor) -> bool:

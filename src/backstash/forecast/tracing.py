@@ -52,8 +52,6 @@ from backstash.torch_internals import (
     push_saved_tensor_hooks,
     replace_backward_engine,
     running_node,
-    unseen_by_modes,
-    with_numbers,
     without_data,
     without_numbers,
 )
@@ -214,8 +212,8 @@ class StepTracer(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         self._running: list[str] = []
         self._contexts = ExitStack()
-        self._integers = answers.SingleIntegers()
-        self._mode = _AsOnCuda(self._guess, self._integers)
+        self._numbers = answers.Numbers()
+        self._mode = _AsOnCuda(self._guess, self._numbers)
         self._fused: set[Storage] = set()  # results of softmaxes that have no copy of their input
         self._stands_for: dict[Storage, Storage] = {}
         self._asked_in_full: set[Storage] = set()  # what the program has cast itself
@@ -349,23 +347,17 @@ class StepTracer(TorchDispatchMode):
             return parts
         name = aten_name(operation)
         if name == "_local_scalar_dense":
-            known = with_numbers(args[0])
+            known = self._numbers.item(args[0])
             if known is not None:
-                return unseen_by_modes(known.item)
+                return known
             self._guess()
             dtype = args[0].dtype
-            return (
-                self._answer()
-                if dtype is torch.bool
-                else 1.0
-                if dtype.is_floating_point
-                else self._integers.of(args[0])
-            )
+            return self._answer() if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if name == "equal":
             self._guess()
             return True
         if operation.namespace != "aten" or self._is_loading:
-            return self._integers.computed(operation, name, args, kwargs)
+            return self._numbers.computed(operation, name, args, kwargs)
         node = running_node()
         is_backward = node is not None
         if not (is_backward or self._is_prepared):
@@ -374,7 +366,7 @@ class StepTracer(TorchDispatchMode):
             self._is_in_backward = True
             at_end_of_backward(self._end_step)
         self.guessed += not is_backward and answers.selects(name, args)
-        result = self._integers.computed(operation, name, args, kwargs)
+        result = self._numbers.computed(operation, name, args, kwargs)
         work = work_of(operation, args, kwargs, result)
         reads = [self._storage_of(each) for each in each_tensor((args, tuple(kwargs.values())))]
         schema = operation._schema
@@ -562,15 +554,15 @@ class _AsOnCuda(TorchFunctionMode):
 
     Args:
         guess: called where numbers are handed out.
-        integers: hands them out.
+        numbers: hands them out.
 
     Attributes:
         casts: how many functions are running with which a program casts a tensor.
     """
 
-    def __init__(self, guess: Callable[[], None], integers: answers.SingleIntegers) -> None:
+    def __init__(self, guess: Callable[[], None], numbers: answers.Numbers) -> None:
         super().__init__()
-        self._guess, self._integers, self.casts = guess, integers, 0
+        self._guess, self._numbers, self.casts = guess, numbers, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -578,7 +570,7 @@ class _AsOnCuda(TorchFunctionMode):
             return args[0]
         if function in answers.READS:
             self._guess()
-            return self._integers.read(function, *args, **kwargs)
+            return self._numbers.read(function, *args, **kwargs)
         if any(_is_cuda(each) for each in (*args, *kwargs.values())):
             args = tuple("cpu" if _is_cuda(each) else each for each in args)
             kwargs = {name: "cpu" if _is_cuda(each) else each for name, each in kwargs.items()}
