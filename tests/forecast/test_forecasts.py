@@ -451,3 +451,34 @@ for _ in range(9):
     scaler.scale(loss).backward()
     scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
 """
+
+
+def test_blocks_that_cannot_be_cut_leave_the_other_ways(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STATEFUL)
+    steps = traced_script(str(script), ("{size}",), unit=8)
+    assert steps.traces[0].checkpoint is None and "CheckpointError" in steps.traces[0].uncut
+    assert steps.peak_nbytes("plain", 40) > steps.peak_nbytes("plain", 4)
+    done = CliRunner().invoke(app, ["fit", "--quiet", "--device", "t4", str(script), "{size}"])
+    assert done.exit_code == 0 and "do not run in torch.utils.checkpoint: CheckpointError" in done.stdout
+
+
+STATEFUL = """
+import sys, torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(64, 64), []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return self.layer(x).tanh() if len(self.seen) > 1 else self.layer(x).tanh().sin().exp()
+
+model = nn.Sequential(Block(), Block(), Block())
+for _ in range(9):
+    for block in model:
+        block.seen.clear()
+    model(torch.randn(int(sys.argv[1]), 64)).mean().backward()
+"""

@@ -118,6 +118,8 @@ def _unknown(steps: SizedSteps) -> list[str]:
         lines.append(
             f"It depends on {guessed} numbers of tensors, which have none: each is taken to be 1, a mask to be true."
         )
+    if steps.traces[0].uncut:
+        lines.append(f"Its blocks do not run in torch.utils.checkpoint: {steps.traces[0].uncut}")
     if not steps.has_size:
         lines.append(f"Put {SIZE} in the place of the script's batch or length to learn how large it may be.")
     return lines

@@ -136,7 +136,8 @@ class Fits:
         held = planner.profile.held_nbytes
         found = planner.at_most(self.room - held)
         host = planner.profile.session_seconds + planner.profile.seconds
-        return Fit(way, units, held + found.peak_nbytes, max(found.seconds, host) if found.decisions else found.seconds)
+        seconds = max(found.seconds, host) if found.decisions else self._fit("plain", units).seconds
+        return Fit(way, units, held + found.peak_nbytes, seconds)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -44,7 +44,9 @@ def _traced(script: str, args: Sequence[str], is_module: bool) -> TracedSteps:
     failed: list[BaseException] = []
     with redirect_stdout(io.StringIO()), StepTracer() as tracer:  # its numbers would mean nothing
         execute(script, args, is_module=is_module, failed=failed.append)
-    if failed and not tracer.is_done:
+        is_cut = tracer.is_cutting
+    is_uncut = bool(failed) and is_cut and not tracer.is_done
+    if failed and not tracer.is_done and not is_uncut:
         where, mend = "", "if nothing does, it has read numbers of a tensor, each of which is 1 here"
         if isinstance(failed[0], (RuntimeError, TypeError)):  # as torch raises them
             where = " where its tensors have no numbers,"
@@ -57,4 +59,8 @@ def _traced(script: str, args: Sequence[str], is_module: bool) -> TracedSteps:
             f"passes: {type(failed[0]).__name__}: {str(failed[0])[:300]}. Run it without backstash, and mend what "
             f"fails there; {mend}."
         ) from failed[0]
-    return tracer.found()
+    return tracer.found(f"{type(failed[0]).__name__}: {_first_line(failed[0])}" if is_uncut else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]

@@ -165,6 +165,7 @@ class TracedSteps:
     Attributes:
         plain, dropped, checkpoint: see Note: [steps of a trace]; the last is None where no block repeats itself.
         blocks: how many blocks a checkpoint was put around.
+        uncut: why no checkpoint could be put around the blocks; empty where one could.
         guessed: how many numbers modules have asked tensors for, each of which was answered with 1, and how often
             anything was selected by a mask, which was taken to be true.
     """
@@ -174,6 +175,7 @@ class TracedSteps:
     checkpoint: StepTrace | None
     blocks: int
     guessed: int
+    uncut: str = ""
 
 
 class Ended(SystemExit):
@@ -227,17 +229,21 @@ class StepTracer(TorchDispatchMode):
         """Whether all steps were traced."""
         return len(self.steps) == len(STEPS)
 
-    def found(self) -> TracedSteps:
+    def found(self, failure: str = "") -> TracedSteps:
         """Returns the steps.
+
+        Args:
+            failure: why the step has failed in which blocks run in a checkpoint; empty if it has not.
 
         Raises:
             MeasureError: the program has ended before.
         """
-        if not self.is_done:
+        if not self.is_done and not failure:
             raise MeasureError(
                 f"a forecast was asked for, but the program ended after {len(self.steps)} of the {len(STEPS)} backward "
                 f"passes that it takes. Let it train for some more steps."
             )
+        self._count = 0 if failure else self._count
         is_cut = bool(self._count)
         return TracedSteps(
             self.steps["plain"],
@@ -245,7 +251,13 @@ class StepTracer(TorchDispatchMode):
             self.steps["checkpoint"] if is_cut else None,
             self._count,
             self.guessed,
+            failure,
         )
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether all steps were traced but the one in which blocks run in a checkpoint."""
+        return len(self.steps) == len(STEPS) - 1 and bool(self._wrapped)
 
     def __enter__(self) -> StepTracer:
         self._contexts.enter_context(without_numbers())
