@@ -30,7 +30,7 @@ _PASS_ON = frozenset({
 """Operations that give zero, or false, where all that they are given is that."""
 
 
-class Numbers:
+class KnownNumbers:
     """What numbers are that are not simply 1.
 
     Single integers are computed as a program computes them from others: ``data[i : i + 64]`` has 64 rows. No number is

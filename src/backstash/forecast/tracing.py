@@ -214,7 +214,7 @@ class StepTracer(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         self._running: list[str] = []
         self._contexts = ExitStack()
-        self._numbers = answers.Numbers()
+        self._numbers = answers.KnownNumbers()
         self._mode = _AsOnCuda(self._guess, self._numbers)
         self._fused: set[Storage] = set()  # results of softmaxes that have no copy of their input
         self._stands_for: dict[Storage, Storage] = {}
@@ -572,7 +572,7 @@ class _AsOnCuda(TorchFunctionMode):
         casts: how many functions are running with which a program casts a tensor.
     """
 
-    def __init__(self, guess: Callable[[], None], numbers: answers.Numbers) -> None:
+    def __init__(self, guess: Callable[[], None], numbers: answers.KnownNumbers) -> None:
         super().__init__()
         self._guess, self._numbers, self.casts = guess, numbers, 0
 
