@@ -113,7 +113,7 @@ def loop(model: nn.Module, accumulate: int = 1, autocast: bool = False, closure:
     "settings", [{}, {"accumulate": 2}, {"autocast": True}], ids=["plain", "accumulate", "autocast"]
 )
 def test_a_wrapped_model_trains_within_a_budget(settings: dict[str, Any]) -> None:
-    model = bs.wrap(Network(), budget="85%" if "autocast" in settings else "70%", min_nbytes=1024)
+    model = bs.wrap(Network(), budget="85%" if "autocast" in settings else "80%", min_nbytes=1024)
     assert same(loop(Network(), **settings), loop(model, **settings))
     calls = STEPS * settings.get("accumulate", 1) + 2
     assert len(model.was_open) == calls and model.was_open.count(False) == 2
@@ -127,7 +127,7 @@ def test_a_wrapped_model_trains_within_a_budget(settings: dict[str, Any]) -> Non
 
 def test_a_loop_in_its_optimizer_s_closure_is_not_profiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backstash.planning.run.following.PATIENCE", 2)
-    model = bs.wrap(Network(), budget="70%", min_nbytes=1024)
+    model = bs.wrap(Network(), budget="80%", min_nbytes=1024)
     with pytest.warns(UserWarning, match="closure"):
         found = loop(model, closure=True)
     assert same(loop(Network(), closure=True), found)
@@ -138,7 +138,7 @@ def test_a_loop_in_its_optimizer_s_closure_is_not_profiled_and_says_so(monkeypat
 
 
 def test_a_copy_has_a_budget_of_its_own() -> None:
-    model = bs.wrap(Network(), budget="70%", min_nbytes=1024)
+    model = bs.wrap(Network(), budget="80%", min_nbytes=1024)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert session_of(other) is not session_of(model)
         assert same(loop(Network()), loop(other))
@@ -170,7 +170,7 @@ def test_an_allocation_that_fails_in_a_wrapped_model_is_repeated_once() -> None:
         model.last.register_forward_hook(fail)
         return model
 
-    model = bs.wrap(failing(Network()), budget="70%", min_nbytes=1024)
+    model = bs.wrap(failing(Network()), budget="80%", min_nbytes=1024)
     assert same(loop(Network()), loop(model))
     session = session_of(model)
     assert isinstance(session, Budgeted) and session.found.retried == 1
@@ -266,7 +266,7 @@ def test_lightning(tmp_path: Path, accumulate: int) -> None:
         trainer.fit(model, torch.utils.data.DataLoader([batch(n) for n in range(14)], batch_size=None))
         return state_of(model)
 
-    callback = BackstashCallback(budget="70%", min_nbytes=1024, print_report=False)
+    callback = BackstashCallback(budget="80%", min_nbytes=1024, print_report=False)
     assert same(fit([]), fit([callback]))
     assert_within(callback.session)
     assert_nothing_is_left()
@@ -284,7 +284,7 @@ def test_accelerate() -> None:
         model = Network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
-        attachment = attach(accelerator, model, budget="70%", min_nbytes=1024) if is_attached else None
+        attachment = attach(accelerator, model, budget="80%", min_nbytes=1024) if is_attached else None
         torch.manual_seed(4)
         for number in range(14):
             with accelerator.accumulate(model):
@@ -323,7 +323,7 @@ def test_a_cell_of_a_notebook() -> None:
     load_ipython_extension(shell)
     try:
         shell.user_ns.update(Network=Network, batch=batch, torch=torch)
-        shell.run_cell_magic("backstash", "--budget 70% --min-nbytes 1024 --output report", CELL)
+        shell.run_cell_magic("backstash", "--budget 80% --min-nbytes 1024 --output report", CELL)
         report = shell.user_ns["report"]
         assert report.steps == 9
         assert any("planned" in note and "reached" in note for note in report.notes)

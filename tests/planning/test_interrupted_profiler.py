@@ -181,7 +181,7 @@ def test_a_dropped_session_that_plans_anew_stops_the_profiler_at_once(steps: int
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])
 def test_a_budget_that_is_entered_twice_leaves_nothing_behind(steps: int) -> None:
     model, x = _model(), torch.randn(512, 64)
-    session = Budgeted("99%", min_nbytes=0)
+    session = Budgeted("100%", min_nbytes=0)
     for _ in range(steps):
         with session:
             loss = model(x).square().mean()
