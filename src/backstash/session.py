@@ -37,7 +37,7 @@ from backstash.capture import hooks, learned, leaving, modules
 from backstash.capture.forward import Forward
 from backstash.capture.names import Entries, Names
 from backstash.capture.naming import packed_by
-from backstash.capture.worth import SHARE, early_nbytes
+from backstash.capture.worth import SHARE, lowered_nbytes
 from backstash.errors import SessionError
 from backstash.policies.base import Policy
 from backstash.saved import MIN_NBYTES
@@ -474,13 +474,12 @@ class Session:
         if not step.is_empty:
             known.step, known.peak_nbytes = step, self._live.peak_nbytes
         # Where something was compiled it would be compiled once more for the hooks of an idle Session.
-        saved_nbytes, freed_nbytes, compiled_any = step.saved_nbytes, step.freed_nbytes, has_compiled()
-        if SHARE * freed_nbytes < saved_nbytes and not encoder.only_keep:
-            freed_nbytes += early_nbytes(step)
-        has_no_use = encoder.is_fixed and SHARE * freed_nbytes < saved_nbytes and not step.freed_nbytes
+        saved_nbytes, compiled_any = step.saved_nbytes, has_compiled()
+        lowered = 0 if encoder.only_keep else lowered_nbytes(step)
+        has_no_use = encoder.is_fixed and not step.freed_nbytes and SHARE * lowered < saved_nbytes
         is_equal = counted == known.counted
         does_nothing = (encoder.only_keep or has_no_use) and not encoder.is_looking and not compiled_any
-        known.end_step(counted, does_nothing, saved_nbytes, freed_nbytes)
+        known.end_step(counted, does_nothing, saved_nbytes, lowered)
         if self._stops_if_useless and counted[0] and not compiled_any:
             known.worth.end_step(is_equal, step)
         if self._chooses_min_nbytes and step.accounts and counted[0]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import backstash as bs
 from backstash.capture import learned
 from backstash.errors import BudgetError
+from backstash.planning.model.problem import StepProfile
 from backstash.report.meter import CountedPeak
 from tests.replay.twins import STEPS
 
@@ -77,12 +78,18 @@ def peaks(model: nn.Module, step: Callable[[nn.Module], None], session: bs.Sessi
         yield counted.peak_nbytes
 
 
+def refused(model: nn.Module, step: Callable[[nn.Module], None]) -> tuple[StepProfile, BudgetError]:
+    """A profile, and why no plan of it takes a byte alone: what names the least that fits."""
+    profile = bs.profile(lambda: step(model), model)
+    with pytest.raises(BudgetError) as error:
+        bs.plan(profile, 1)
+    return profile, error.value
+
+
 def test_each_step_keeps_the_smallest_budget(program: tuple[nn.Module, Callable[[nn.Module], None]]) -> None:
     model, step = program
-    profile = bs.profile(lambda: step(model), model)
-    with pytest.raises(BudgetError) as refused:
-        bs.plan(profile, 1)
-    smallest = refused.value.smallest_nbytes
+    profile, error = refused(model, step)
+    smallest = error.smallest_nbytes
     assert smallest is not None
     plan = bs.plan(profile, smallest)  # the figure that was named is one that fits
     session = bs.Session(plan, model=copy.deepcopy(model))
@@ -95,10 +102,8 @@ def test_each_step_keeps_the_smallest_budget(program: tuple[nn.Module, Callable[
 
 def test_a_plan_is_rehearsed_as_a_training_begins(program: tuple[nn.Module, Callable[[nn.Module], None]]) -> None:
     model, step = program
-    profile = bs.profile(lambda: step(model), model)
-    with pytest.raises(BudgetError) as refused:
-        bs.plan(profile, 1)
-    plan = refused.value.plan
+    profile, error = refused(model, step)
+    plan = error.plan
     assert profile.rehearse is not None and plan is not None
     found = [max(profile.rehearse(plan)) for _ in range(4)]
     assert len(set(found)) == 1

@@ -467,7 +467,7 @@ class Learned:
             does_nothing: whether the policy is fixed and has said Keep of all of them, or nothing became smaller, and
                 nothing was compiled.
             saved_nbytes: bytes of all values that it has saved, without parameters.
-            freed_nbytes: bytes that plain PyTorch would have held, and the Session has not.
+            freed_nbytes: bytes that plain PyTorch would have held, and the Session has not, or may free early.
         """
         if not counted[0]:  # an evaluation
             return

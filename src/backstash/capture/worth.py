@@ -41,11 +41,16 @@ clock = time.perf_counter
 
 def lowers_little(step: Step) -> bool:
     """Whether what a Session lowers, and what it may free early, is less than one in SHARE of what a step saves."""
-    saved, freed = step.saved_nbytes, step.freed_nbytes
-    return SHARE * freed < saved and SHARE * (freed + early_nbytes(step)) < saved
+    return SHARE * lowered_nbytes(step) < step.saved_nbytes
 
 
-def early_nbytes(step: Step) -> int:
+def lowered_nbytes(step: Step) -> int:
+    """Bytes that a Session lowers, with what it may free early where the others are little."""
+    freed = step.freed_nbytes
+    return freed if SHARE * freed >= step.saved_nbytes else freed + _early_nbytes(step)
+
+
+def _early_nbytes(step: Step) -> int:
     """Bytes of the values of a step that backward may free earlier than it would without a Session, as they are."""
     found = 0
     for account in step.accounts:

@@ -116,7 +116,7 @@ def _unknown(steps: SizedSteps) -> list[str]:
     guessed = steps.traces[0].guessed
     if guessed:
         lines.append(
-            f"It depends on {guessed} numbers of tensors, which have none: each is taken to be 1, a mask to be true."
+            f"The script asks for {guessed} numbers of tensors, which have none: each is taken as 1, masks as true."
         )
     if steps.traces[0].uncut:
         lines.append(f"Its blocks do not run in torch.utils.checkpoint: {steps.traces[0].uncut}")

@@ -103,7 +103,7 @@ class _Entry:
         next_number: that of the node that is made next.
         node: the number of the node that has saved it, where it is found; else None.
         cdata: the address of its storage.
-        place, value, strength: of what was packed, as it may be dropped before the pass is written down.
+        place, value, is_builtin, strength: of what was packed, as it may be dropped before the pass is written down.
         was_decided: whether the value was decided on when that was dropped.
     """
 
@@ -115,6 +115,7 @@ class _Entry:
     cdata: int = 0
     place: Place | None = None
     value: weakref.ref[Stored] | None = None
+    is_builtin: bool = False
     strength: tuple[int, float] = (0, 0.0)
     was_decided: bool = False
 
@@ -123,7 +124,8 @@ class _Entry:
         saved = None if self.saved is None else self.saved()
         if saved is None or saved.place is None or saved.value is None:
             return
-        self.place, self.value, self.strength = saved.place, weakref.ref(saved.value), strength(saved)
+        self.place, self.value = saved.place, weakref.ref(saved.value)
+        self.is_builtin, self.strength = saved.builtin, strength(saved)
         self.saved = weakref.ref(saved, self._drop)
 
     def _drop(self, _: object) -> None:
@@ -519,13 +521,10 @@ class _Writer:
         if save.call >= 0 and entry.node is None and facts.op != UNKNOWN:  # of which all is read, whoever reads it
             name = getattr(self._recorder.calls[save.call].function, "__name__", "a torch function")
             raise RefusedError(f"{name} has saved a tensor by a node that is not found")
-        save.facts, save.place, save.is_builtin = facts, saved.place, saved.builtin
-        save.reads_value = facts.need in (Need.VALUE, Need.INDEX)
-        save.reads_sign = facts.need is Need.SIGN
+        self._describe(save, saved.place, saved.builtin)
         if self._fetching is not Fetching.NOTHING:
             is_planned = self._fetching is Fetching.KEY and saved.value is not None
             save.read_as = saved.value.key if is_planned else facts.key  # type: ignore[union-attr]
-        save.mask = None if saved.mask is None else self._masks.setdefault(saved.mask, saved.mask)
         if save.call < 0 and facts.need not in (Need.VALUE, Need.INDEX):
             raise RefusedError("a tensor that is saved outside of any torch function is not read as a whole")
         if saved.value is None:
@@ -539,6 +538,13 @@ class _Writer:
         self._add(number, stored)
         self._claims(save, saved, stored)
         return save
+
+    def _describe(self, save: Save, place: Place, is_builtin: bool) -> None:
+        """What was saved at that place, by a node of torch's own or by another."""
+        facts = place.facts
+        save.facts, save.place, save.is_builtin = facts, place, is_builtin
+        save.reads_value, save.reads_sign = facts.need in (Need.VALUE, Need.INDEX), facts.need is Need.SIGN
+        save.mask = None if facts.mask is None else self._masks.setdefault(facts.mask, facts.mask)
 
     def _add(self, number: int, stored: Stored) -> None:
         """That save is one of the value."""
@@ -556,10 +562,8 @@ class _Writer:
             last = [(number, entry) for number, entry in members if entry.was_decided] or members
             for number, entry in last:
                 assert entry.place is not None
-                save, facts = entry.save, entry.place.facts
-                save.facts, save.place, save.is_builtin = facts, entry.place, entry.strength[1] != -math.inf
-                save.reads_value, save.may_claim_input = facts.need in (Need.VALUE, Need.INDEX), False
-                save.reads_sign, save.mask = facts.need is Need.SIGN, facts.mask
+                self._describe(entry.save, entry.place, entry.is_builtin)
+                entry.save.may_claim_input = False
                 self._add(number, stored)
             if not members:
                 raise RefusedError("a value is made again from one of an earlier pass")

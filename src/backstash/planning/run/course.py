@@ -386,7 +386,8 @@ class Course:
     @property
     def _seconds(self) -> float:
         """The time of a plain step: as it was timed, or in proportion to plain steps of other shapes, or estimated."""
-        return self._plain_seconds or (self._in_proportion if math.isfinite(self._in_proportion) else self._estimate)
+        others = self._in_proportion
+        return self._plain_seconds or (others if math.isfinite(others) else self._estimate)
 
     def _step(self) -> Waiting:
         """Waits for a step, and times it where steps are timed."""

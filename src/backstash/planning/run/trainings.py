@@ -36,6 +36,8 @@ class Trainings:
 
     def has_ended_with(self, model: nn.Module) -> bool:
         """A step begins with a model. Returns whether it is one of another training."""
+        if self._begun >= MOST_TRAININGS:
+            return False
         weights = self._weights.get(model)
         if weights is None:
             weights = weights_of(model)
@@ -47,7 +49,7 @@ class Trainings:
             self._others.clear()
             return False
         self._others.append(weights)
-        if len(self._others) < SURE or self._begun >= MOST_TRAININGS:
+        if len(self._others) < SURE:
             return False
         self._begun += 1
         self._known = set(self._others)
