@@ -158,6 +158,9 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("fit", "--device", "t4", "--out", "no/fit.json", "{script}"), "the folder no is not there"),
         (("fit", "--device", ",", "{script}"), "no card is named"),
         (("fit", "--device", "t4", "--allow", "bounded", "{script}"), "bounded changes gradients"),
+        (("plan", "--budget", "90%", "--out", "a", "--page", "./a", "{script}"), "a is written by --out already"),
+        (("run", "--report-json", "a", "--report-html", "a", "{script}"), "a is written by --report-json already"),
+        (("run", "--plan", "{script}", "{script}"), "train.py': "),  # which names the file that is no plan
         (("run", "--budget", "60%", "--policy", "offload", "{script}"), "a plan decides in the place of a policy"),
         (("run", "--budget", "6 gigs", "{script}"), "budget '6 gigs', but that is no number with a unit"),
         (("plan", "--budget", "6 gigs", "{script}"), "budget '6 gigs', but that is no number with a unit"),

@@ -38,6 +38,18 @@ def file_for(option: str, file: Path | None) -> Path | None:
     return file.absolute()
 
 
+def require_apart(*files: tuple[str, Path | None]) -> None:
+    """Refuses two outputs of one file, of which the second would replace the first.
+
+    Args:
+        files: each with its option; None for one that was not asked for.
+    """
+    taken: dict[Path, str] = {}
+    for option, file in files:
+        if file is not None and (other := taken.setdefault(file.resolve(), option)) != option:
+            raise typer.BadParameter(f"{file} is written by {other} already: name another", param_hint=option)
+
+
 def complete_policy(incomplete: str) -> list[tuple[str, str]]:
     """The policies whose names begin so, each with what it does, for a shell's completion."""
     return [(one.name, one.does) for one in registry.descriptions() if one.name.startswith(incomplete)]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from backstash.cli.endings import WRONG_ARGUMENT, exits
-from backstash.cli.options import Arguments, IsModule, Quiet, Script, file_for
+from backstash.cli.options import Arguments, IsModule, Quiet, Script, file_for, require_apart
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.compile import patch_compile
 from backstash.errors import PlanError
@@ -116,6 +116,7 @@ def plan(
     `run --plan FILE` runs the script under a plan that was written to a file.
     """
     out, page = file_for("--out", out), file_for("--page", page)
+    require_apart(("--out", out), ("--page", page))
     check_options(budget, allow, error_limit)
     offload_to = folder_to(context, offload_to, allow)
     with exits(), waiting(quiet) as say:

@@ -12,8 +12,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from backstash import policies
-from backstash.cli.endings import exits
-from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, PolicyName, Quiet, Script, file_for
+from backstash.cli.endings import WRONG_ARGUMENT, exits
+from backstash.cli.options import (
+    AllocatorName,
+    Arguments,
+    IsModule,
+    MinNbytes,
+    PolicyName,
+    Quiet,
+    Script,
+    file_for,
+    require_apart,
+)
 from backstash.cli.planning import Allow, ErrorLimit, OffloadTo, check_options, folder_to, is_typed, run_within
 from backstash.errors import PlanError
 from backstash.integrations import allocator as allocators
@@ -75,6 +85,7 @@ def run(
     script's. Under torchrun, rank 0 prints its report, and each rank writes files of its own.
     """
     report_json, report_html = file_for("--report-json", report_json), file_for("--report-html", report_html)
+    require_apart(("--report-json", report_json), ("--report-html", report_html))
     rank = Rank.here()
     check_options(budget, allow, error_limit)
     with exits():
@@ -93,6 +104,8 @@ def run(
                     param_hint=f"--{option.replace('_', '-')}",
                 )
         offload_to = folder_to(context, offload_to, allow)
+        with exits(otherwise=WRONG_ARGUMENT):
+            planned = None if plan is None else _plan_in(plan)
         _start_under(allocator if not keep_memory else allocators.SYSTEM, quiet or not rank.is_first)
     if keep_memory and not allocators.keep_memory():
         typer.echo("backstash: --keep-memory needs glibc, and does nothing here", err=True)
@@ -113,7 +126,6 @@ def run(
             planned = within.plan
         else:
             resident = ResidentPeaks()
-            planned = None if plan is None else _plan_in(plan)
             chosen = policy if planned is None else planned
             launched = launch(script, args or (), chosen, is_module=is_module, min_nbytes=min_nbytes, failed=failed)
     if os.getpid() != process:
@@ -200,13 +212,14 @@ def _start_under(asked: str, quiet: bool) -> None:
 
 def _plan_in(file: Path) -> Plan:
     try:
-        text = file.read_text(encoding="utf-8")
+        return Plan.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
             f"the plan in {str(file)!r} was asked for, but it cannot be read: {error}. Pass a file that 'backstash "
             f"plan --out' or Plan.to_json() has written."
         ) from None
-    return Plan.from_json(text)
+    except PlanError as error:
+        raise PlanError(f"in {str(file)!r}: {error}") from None
 
 
 def _resident(resident: ResidentPeaks) -> str:
