@@ -489,30 +489,27 @@ _PLAN_TIMES = {"before": "plan-times-before-cpu", "after": "plan-times-cpu"}
 def plan_times() -> str:
     """What plans of seven networks take to make and keep, before and after planning became fast."""
     lines: dict[tuple[str, float], dict[str, tuple[str, ...]]] = {}
-    for kind in _PLAN_TIMES.values():
+    for when, kind in _PLAN_TIMES.items():
         for network in load(kind)["networks"]:
             plain, first = network["plain_seconds"]["median"], network["profiled"]
             for number, row in enumerate(network["budgets"]):
                 made = row["made"]
                 steps = made["steps"] + (0 if number else first["steps"])
                 seconds = made["processor_seconds"] + (0.0 if number else first["processor_seconds"])
-                cells = [f"{seconds:.1f}", str(steps), f"{seconds / plain:.0f}"]
+                budget = f"{row['share']:.0%}, {mib(row['nbytes'])} MiB"
+                cells = [budget, when, f"{seconds:.1f}", str(steps), f"{seconds / plain:.0f}"]
                 if row["predicted_nbytes"] is None:
                     cells += [f"none below {mib(row['smallest_nbytes'])}", "", ""]
                 else:
                     cells += [mib(row["reached_nbytes"]), f"{row['predicted_times_plain']:.2f}"]
                     cells += [summary(row["times_plain"])]
                 key = case_title(network["case"]), row["share"]
-                lines.setdefault(key, {"budget": (mib(row["nbytes"]),)})[kind] = tuple(cells)
-    rows: list[tuple[str, ...]] = []
-    for (named, share), found in lines.items():
-        for when, kind in _PLAN_TIMES.items():
-            if kind in found:
-                rows.append((named, f"{share:.0%}, {found['budget'][0]} MiB", when, *found[kind]))
+                lines.setdefault(key, {})[when] = tuple(cells)
+    rows = [(named, *cells) for (named, _), found in lines.items() for cells in found.values()]
     header = ("network", "budget", "", "s", "steps run", "in plain steps", "reached, MiB", "predicted", "x plain's")
     about = (
         "Seconds of the processor for the profile and the plan together, on the first line of a network; on the second "
-        "for one more plan. The machine did other work too."
+        "for one more plan. The machine did other work too. A budget is a share of what a plain step took in that run."
     )
     machines = (f"{when.capitalize()}: {machine_line(kind)}" for when, kind in _PLAN_TIMES.items())
     return f"{' '.join((about, *machines))}\n\n{table(header, rows)}"
