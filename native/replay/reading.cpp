@@ -16,7 +16,7 @@ namespace backstash::replay {
 namespace {
 
 constexpr int MANY = 8;                // as in decode.py
-constexpr int64_t ROOM = 8;            // as in redeem/table.py
+constexpr int64_t ROOM = 8, DENSER = 4;  // as in decode.py
 constexpr int64_t ROWS = 64;           // as in sample.py
 
 using Clock = std::chrono::steady_clock;
@@ -270,7 +270,9 @@ at::Tensor decoded(const std::shared_ptr<Slot>& owner, bool borrows, Clock::time
         return whole;
     }
     at::Tensor out = slot.session->take(value.whole, value.decoded.dtype);
-    if (value.kernel) {
+    if (slot.is_mask) {
+        call(slot.session->decode_bits.get(), slot.bits_of->mask.get(), wrapped(slot.bits).get(), wrapped(out).get());
+    } else if (value.kernel) {
         const void* planes = slot.planes.const_data_ptr();
         void* to = out.data_ptr();
         const auto nbytes = static_cast<int64_t>(out.nbytes());
@@ -668,8 +670,8 @@ void hold_again(const std::shared_ptr<Slot>& slot) {
     slot->held_nbytes = nbytes;
 }
 
-// See decode._keep_mask.
-bool keep_mask(Slot& slot, const at::Tensor& whole) {
+// See decode._keep_mask. A mask that is apart stays when the planes are gone.
+bool keep_mask(Slot& slot, const at::Tensor& whole, bool is_apart = false) {
     if (slot.unread > MANY) return false;
     const Save* reader = nullptr;
     for (const Packed* each : slot.members) {
@@ -680,7 +682,8 @@ bool keep_mask(Slot& slot, const at::Tensor& whole) {
     }
     if (reader == nullptr) return false;
     const bool is_stored = slot.state == State::stored && slot.value.mask.get() == reader->mask.get();
-    if (!is_stored && slot.bits_of != reader) {
+    const bool is_known = slot.bits_of != nullptr && slot.bits_of->mask.get() == reader->mask.get();
+    if ((is_apart || !is_stored) && !is_known) {
         const Object found = call(slot.session->encode_bits.get(), wrapped(whole).get(), reader->mask.get());
         if (found.is_none()) return false;
         slot.bits = THPVariable_Unpack(found.get());
@@ -725,12 +728,55 @@ void release(const std::shared_ptr<Slot>& slot) {
         const at::Tensor whole = slot->made.defined() ? slot->made : session.buffers.holding(*slot);
         if (whole.defined() && !keep_mask(*slot, whole)) return;
     }
-    if (slot->unread <= 0) {
+    if (slot->unread <= 0 && !slot->is_mask) {
         slot->bits = at::Tensor();
         slot->bits_of = nullptr;
     }
     hold_made(*slot, {});
     session.buffers.release(*slot);
+}
+
+// See decode.hand_over.
+void hand_over(const std::shared_ptr<Slot>& slot, const at::Tensor& read) {
+    Session& session = *slot->session;
+    const Value& value = slot->value;
+    if (slot->state != State::stored || slot->is_mask || value.is_moved() || value.has_view || !value.is_exact_form) return;
+    if (torch::autograd::get_current_graph_task_keep_graph() || session.buffers.is_planned) return;
+    if (session.has_room(ROOM * value.whole.nbytes)) return;
+    const at::Tensor whole = read.as_strided(value.whole.sizes, value.whole.strides, 0);
+    const std::vector<Packed*> members = slot->members;
+    const bool is_nearly_dense = DENSER * slot->held_nbytes >= (DENSER - 1) * value.whole.nbytes;
+    const auto waits = [&](const Packed* each) { return each->round != slot->round && !is_nearly_dense; };
+    if (!std::all_of(members.begin(), members.end(), [](const Packed* each) { return each->save->is_builtin; })) return;
+    const bool any_waits = std::any_of(members.begin(), members.end(), waits);
+    if (any_waits && !keep_mask(*slot, whole, true)) return;
+    std::shared_ptr<Slot> rest;  // of which a mask is left
+    if (any_waits) {
+        rest = std::make_shared<Slot>(slot->script, slot->session, value, slot->number);
+        rest->state = State::stored;
+        rest->is_pending = false;
+        rest->is_mask = true;
+        rest->bits = std::move(slot->bits);
+        rest->bits_of = std::exchange(slot->bits_of, nullptr);
+        rest->all_taken = slot->all_taken;
+        rest->held_nbytes = storage_nbytes(rest->bits);
+        session.add(rest->held_nbytes);
+    }
+    slot->members.clear();
+    for (Packed* each : members) {
+        if (each->modified >= 0) continue;  // it raises when it is read
+        if (waits(each)) {
+            each->round = 0;
+            each->slot = rest;
+            rest->members.push_back(each);
+            continue;
+        }
+        const Layout& layout = each->save->layout;
+        each->dense = whole.as_strided(layout.sizes, layout.strides, layout.offset).detach();
+        each->version = static_cast<int64_t>(each->dense._version());
+        each->has_original = false;
+        each->slot = nullptr;
+    }
 }
 
 PyObject* unpack(Packed* packed) {
@@ -747,7 +793,12 @@ PyObject* unpack(Packed* packed) {
     if (packed->slot == nullptr) return call(session.stand_in.get(), packed->save->layout.spec.get()).release();
     Object claim = claimed(packed);
     if (claim.get() != nullptr) return claim.release();
-    if (!at::GradMode::is_enabled()) return read_whole(packed);
+    if (!at::GradMode::is_enabled()) {
+        const std::shared_ptr<Slot> slot = packed->slot;
+        const Object whole = Object::taken(read_whole(packed));
+        if (is_in_backward()) hand_over(slot, THPVariable_Unpack(whole.get()));
+        return Object(whole).release();
+    }
     const at::NoGradGuard unrecorded;
     if (!is_in_backward()) return read_whole(packed);
     hold_again(packed->slot);  // Note: [backward with a graph] in stash/decode.py

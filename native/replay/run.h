@@ -85,6 +85,7 @@ struct Slot : std::enable_shared_from_this<Slot> {
     at::Tensor planes;                    // in one piece; or the mask of zvc, whose other planes these are
     at::Tensor offsets, values;
     at::Tensor bits;                      // the mask of what was decoded, for those who read no more
+    bool is_mask = false;                 // nothing else is left of it
     const Save* bits_of = nullptr;
     std::vector<std::shared_ptr<Slot>> leaves;             // by the number of their value
     std::vector<std::weak_ptr<Slot>> children;             // values that are made from it, which share
@@ -137,7 +138,7 @@ private:
 // Functions of Python, by their names; see replay/replaying.py.
 #define BACKSTASH_CALLBACKS(X) \
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
-    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(distrust) X(repeat) X(repeat_inside) X(enter_settings) X(leave_settings) \
+    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(decode_bits) X(distrust) X(repeat) X(repeat_inside) X(enter_settings) X(leave_settings) \
     X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
     X(check_reference) X(fetch) X(view) X(told) X(damaged) X(touched)
 

@@ -684,6 +684,11 @@ def in_backward() -> bool:
     return running_node() is not None
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs on this thread keeps what is saved, for another one; also where none runs."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined,no-any-return]
+
+
 def graph_task() -> int:
     """The number of the backward pass that runs a node on this thread; -1 where none does."""
     return torch._C._current_graph_task_id()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backstash import Session, codecs
+from backstash import Session, codecs, policies
 from backstash import session as sessions
 from backstash.report.meter import CountedPeak
 
+Program = Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+
 STEPS = 10
 SLACK = 32 << 10
+OF_MASKS = 0.025
+"""Masks that are beside what was decoded, and what a first step proves, as a share of plain's peak."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +60,45 @@ def scaled() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return weights, loss
 
 
-PROGRAMS = {"head": head, "penalty": penalty, "scaled": scaled}
+class Block(nn.Module):
+    """Two layers around a function of hidden features, which has as many as the rest of the step together."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(32, 512), nn.Linear(32, 512), nn.Linear(512, 32)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.function(self.first(x), self.gate(x)))
+        return y
+
+
+def block(function: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    """What backward reads whole of it is all that the step saves, or nearly so."""
+
+    def program() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+        x = torch.randn(1024, 32)
+        return Block(function), lambda model: model(x).square().mean()
+
+    return program
+
+
+def masked(a: Tensor, gate: Tensor) -> Tensor:
+    """Weights below a diagonal."""
+    return (a - 1e9 * torch.ones_like(a).triu(1)).exp() * gate
+
+
+PROGRAMS: dict[str, Program] = {
+    "head": head,
+    "penalty": penalty,
+    "scaled": scaled,
+    "gated": block(lambda a, gate: F.relu(a) * gate),
+    "squared": block(lambda a, gate: F.relu(a) ** 2 + gate.mean()),
+    "twice": block(lambda a, gate: (lambda h: h * h)(F.relu(a))),
+    "masked": block(masked),
+    "tanh": block(lambda a, gate: a.tanh()),
+    "two gates": block(lambda a, gate: F.relu(a) * F.relu(gate)),
+}
 
 
 def peaks(program: str, context: Any) -> list[int]:
@@ -71,11 +114,21 @@ def peaks(program: str, context: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["lossless", "gist_lossless", "lossless_stored"])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_no_step_takes_more_than_plain(program: str, policy: str) -> None:
+DENSE = policies.lossless(dense=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "policy"),
+    [
+        *itertools.product(PROGRAMS, ["lossless", "gist_lossless", "lossless_stored"]),
+        *itertools.product(["head", "penalty", "squared", "twice", "tanh"], [DENSE]),
+    ],
+    ids=str,
+)
+def test_no_step_takes_more_than_plain(program: str, policy: Any) -> None:
     plain, found = peaks(program, nullcontext()), peaks(program, Session(policy))
-    assert max(found) <= max(plain) + SLACK, [each - max(plain) for each in found]
+    most = max(plain) * (1 + OF_MASKS) + SLACK
+    assert max(found) <= most, [each - max(plain) for each in found]
 
 
 def test_what_a_kernel_frees_early_keeps_a_session_awake() -> None:

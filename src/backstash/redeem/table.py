@@ -9,6 +9,7 @@ from backstash.codecs.base import is_dense
 from backstash.codecs.direct import Direct, MaskBits, Slices
 from backstash.formulas import FORMULAS
 from backstash.saved import TensorSpec
+from backstash.stash.decode import ROOM
 
 CLAIMED = {key: formula.claimed_as for key, formula in FORMULAS.items() if formula.claimed_as is not None}
 """Saved tensors that a kernel of this package reads, by the autograd node and its formula's name, and in which form."""
@@ -30,14 +31,7 @@ CHEAP_CLAIM = 8 << 20
 """Bytes of a value from which it is claimed whenever its reader needs all of it.
 
 A claim costs some 100 us of Python, which is nothing beside the reader's own time then. A smaller value is claimed only
-where there is no :data:`ROOM`.
-"""
-
-ROOM = 8
-"""There is room for a decoded value if backward has freed this many times its bytes already.
-
-Then the decoded value and the reader's gradients, one of which may be several times larger, together take less than
-what backward has freed. So the peak lies elsewhere, and nothing is gained by freeing the value early.
+where there is no :data:`~backstash.stash.decode.ROOM`.
 """
 
 FASTER = frozenset({"NativeBatchNorm"})
@@ -51,7 +45,7 @@ MASKED = frozenset(op for op, form in FORMS.items() if form is MaskBits)
 """Nodes whose kernel reads a mask's bits.
 
 A claim takes several times as long as decoding the bits of a small value to numbers. So these are decoded below
-:data:`TINY`, and below :data:`LARGE` where there is :data:`ROOM`.
+:data:`TINY`, and below :data:`LARGE` where there is room.
 """
 
 TINY = 1 << 16

@@ -671,6 +671,11 @@ def _encode_bits(whole: Tensor, mask: Any) -> Tensor | None:
     return encoded.planes["mask"] if set(encoded.planes) == {"mask"} else None
 
 
+def _decode_bits(mask: Any, bits: Tensor, out: Tensor) -> None:
+    codec = Bitmask(mask)
+    codec.decode(Encoded(codec.id, TensorSpec.of(out), {"mask": bits}), out)
+
+
 def _repeat(call: calls.Call, function: Any, tensors: list[Tensor], random_state: Tensor | None) -> Tensor:
     return repeating.repeat(_drawing(call, random_state), function, tensors)
 
@@ -752,6 +757,7 @@ _CALLBACKS: dict[str, Callable[..., Any]] = {
     "view": _view,
     "planes_nbytes": lambda stored: stored.ticket.nbytes if type(stored) is Form else stored.nbytes,
     "encode_bits": _encode_bits,
+    "decode_bits": _decode_bits,
     "repeat": _repeat,
     "repeat_inside": _repeat_inside,
     "enter_settings": _enter_settings,

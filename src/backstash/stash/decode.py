@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from backstash.stash.comparing import COMPUTED
 from backstash.stash.drafts import DraftedForm, make_certain
 from backstash.stash.place import Place
 from backstash.stash.value import DENSE, Dense, Form, Saved, Value, guard_with, version_of, with_version_of
-from backstash.torch_internals import in_backward, without_gradients
+from backstash.torch_internals import in_backward, keeps_graph, without_gradients
 
 COPIES_BOOLS = frozenset({"cpu"})
 """Types of devices whose backward kernels make a floating copy of a bool first (see Bitmask.decode)."""
@@ -138,15 +139,20 @@ def hold_dense(value: Value, whole: Tensor) -> None:
     for saved in value.saved():
         saved.round = 0
         if saved.origin.modified is None:  # else it raises when it is read
-            assert saved.view is not None
-            # A view would hold `whole` as well, and the storage would have a use that is no saved tensor's.
-            spec, offset = saved.view
-            saved.dense = whole.as_strided(spec.shape, spec.stride, offset).detach()
-            saved.origin.version, saved.origin.tensor = saved.dense._version, None
+            _hold(saved, whole)
     if value.dependents.height:  # others are remade from it
         guard_with(value, whole)
         assert value.dependents.guard is not None and value.facts is not None
         value.dependents.guard.place = Place(value.facts)
+
+
+def _hold(saved: Saved, whole: Tensor) -> None:
+    """Has a saved tensor hold the data of its storage."""
+    assert saved.view is not None
+    # A view would hold `whole` as well, and the storage would have a use that is no saved tensor's.
+    spec, offset = saved.view
+    saved.dense = whole.as_strided(spec.shape, spec.stride, offset).detach()
+    saved.origin.version, saved.origin.tensor = saved.dense._version, None
 
 
 def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tensor:
@@ -169,6 +175,69 @@ def _decode(saved: Saved, spec: TensorSpec, value: Value, borrows: bool) -> Tens
     if whole.shape == spec.shape and whole.stride() == spec.stride:
         return whole.detach()
     return whole.as_strided(spec.shape, spec.stride, saved.offset)
+
+
+def hand_over(saved: Saved, read: Tensor) -> None:
+    """Has a saved tensor hold what it was decoded to, and frees the planes, if nobody reads these after it.
+
+    Note: [last readings]
+        A node computes gradients while it holds what it reads. Were the planes still there, a step whose largest value
+        is read then would take more than plain PyTorch does. After the last reading in a pass that frees its graph the
+        planes are of no use: readers hold what they have read until their nodes have run, as in plain PyTorch, and
+        those who only need a mask get one of their own. Planes that are almost as large as the value go whoever reads
+        it later. A recipe that begins from the value keeps it, with its planes. Where backward has freed so much
+        already that no peak is near, nothing of this is done. Kernels that redeem claims free what was decoded
+        themselves, before they allocate a gradient.
+
+    Args:
+        saved: it was decoded for a node of torch's own.
+        read: what it was decoded to.
+    """
+    value = saved.value
+    form = None if value is None or not saved.builtin else value.state.form
+    if value is None or form is None or form.tag is not None or Need.VALUE not in form.codec.preserves or keeps_graph():
+        return
+    live, reads = value.live, value.reads
+    if live.monitor is not None or live.watcher is not None or live.buffers.is_planned:
+        return
+    if base.view(form.codec) is not None or live.has_room(ROOM * form.spec.nbytes):
+        return
+    members = list(value.saved())
+    waiting = [each for each in members if each.round != reads.round]
+    whole = read.as_strided(form.spec.shape, form.spec.stride, 0)
+    if not all(each.builtin for each in members):
+        return
+    if waiting and DENSER * value.held_nbytes >= (DENSER - 1) * form.spec.nbytes:
+        waiting = []
+    if waiting:
+        if not _keep_mask(value, whole):
+            return
+        mask = waiting[0].mask
+        assert mask is not None
+        _, codec, encoded = reads.bits or (mask, codecs.Bitmask(mask), codecs.Bitmask(mask).encode(whole))
+        rest = Value(whole.untyped_storage(), value.account, live, value.place)
+        rest.waiting.storage, rest.facts, rest.members = None, value.facts, [weakref.ref(each) for each in waiting]
+        rest.state = Form(codec, mask, form.spec, form.store, form.store.put(encoded))
+        rest.held_nbytes = encoded.nbytes
+        live.add(encoded.nbytes)
+        for each in waiting:
+            each.value, each.round = rest, 0
+    value.members = []
+    for each in members:
+        if each.value is value:
+            each.value = None
+            _hold(each, whole)
+
+
+DENSER = 4
+"""Planes that are smaller than what they are decoded to by less than one in so many bytes are not held beside that."""
+
+ROOM = 8
+"""There is room for a decoded value if backward has freed this many times its bytes already.
+
+Then the decoded value and the reader's gradients, one of which may be several times larger, together take less than
+what backward has freed. So the peak lies elsewhere, and nothing is gained by freeing anything early.
+"""
 
 
 def has_direct(value: Value, form: type[Direct] | None) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from backstash import codecs
 from backstash.errors import SavedTensorModifiedError
 from backstash.stash import held, seams
-from backstash.stash.decode import check_version, decode, follow_original, modified_message
+from backstash.stash.decode import check_version, decode, follow_original, hand_over, modified_message
 from backstash.stash.live import Live
 from backstash.stash.parameters import HeldParameter, check_memory
 from backstash.stash.value import Saved
@@ -87,7 +87,9 @@ def _inner(saved: Saved, live: Live) -> Tensor:
     if saved.claimable and (claim := seams.readers.claim(saved)) is not None:
         return claim
     with live.lock:
-        return decode(saved, saved.spec, value)
+        tensor = decode(saved, saved.spec, value)
+        hand_over(saved, tensor)
+        return tensor
 
 
 def _note_graph(saved: Saved, live: Live) -> None:

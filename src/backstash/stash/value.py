@@ -401,6 +401,7 @@ class Saved:
     def __del__(self) -> None:
         if hasattr(self, "live"):
             self.has_read()
+            self.dense = None  # its memory may be a decode buffer, which is given back with the last saved tensor
             self.live.lose(saved=1)
 
 
