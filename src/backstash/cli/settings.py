@@ -13,7 +13,7 @@ from backstash.errors import SettingError
 TABLE = "[tool.backstash]"
 
 
-def defaults(commands: Mapping[str, Any], folder: Path | None = None) -> dict[str, dict[str, Any]]:
+def defaults(commands: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the values of options by command and name, as typer takes them for its ``default_map``.
 
     A key of the table is an option's name without its dashes, for every command that has it. A table of its own, such
@@ -21,12 +21,11 @@ def defaults(commands: Mapping[str, Any], folder: Path | None = None) -> dict[st
 
     Args:
         commands: the commands by name, each with ``params``.
-        folder: where the search for ``pyproject.toml`` begins, upwards; None for the current folder.
 
     Raises:
         SettingError: the file is no TOML, no command has an option of that name, or a value is of another kind.
     """
-    file = _nearest(folder or Path.cwd())
+    file = _nearest(Path.cwd())
     table = _table(file) if file is not None else {}
     options = {name: _options(command) for name, command in commands.items()}
     found: dict[str, dict[str, Any]] = {name: {} for name in commands}

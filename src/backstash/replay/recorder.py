@@ -684,7 +684,7 @@ class _Writer:
             else:
                 given.append(GivenInput(InputSource.CALL, len(inner), each[1].spec, each[1].offset))
                 inner.append(self._tree(each[0]))
-        affine = self._affine(recipe, tuple(inner)) if recipe.fused else None
+        affine = self._affine(recipe) if recipe.fused else None
         one_pass = self._one_pass(recipe) if recipe.fused and affine is None else None
         is_all = not call.needs_grad and call.autocast is None and not repeatable.may_draw(call.function)
         places = pattern.places if is_all else None  # see repeating.repeat
@@ -719,7 +719,7 @@ class _Writer:
             operands.append(ReplayedInput(number, each.place, None))
         return OnePassTree(tuple(operands), found.make)
 
-    def _affine(self, recipe: Recipe, inner: tuple[CallTree, ...]) -> AffinePass | None:
+    def _affine(self, recipe: Recipe) -> AffinePass | None:
         parts = fused.parts_of(recipe)
         if parts is None:
             return None

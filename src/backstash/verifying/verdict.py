@@ -177,7 +177,7 @@ def judge(
     unequal = list(unequal_names(watched.gradients, reference.gradients))
     is_steady = again is None or not any(unequal_names(reference.gradients, again.gradients))
     if not any(each.is_wrong for each in findings):
-        findings += _gradient_findings(watched, reference, unequal, errors, is_steady, tolerance, bool(findings))
+        findings += _gradient_findings(watched, reference, unequal, errors, is_steady, bool(findings))
     findings += _state_findings(watched, reference, findings, is_steady)
     wrong = [each for each in findings if each.is_wrong]
     if wrong:
@@ -260,7 +260,6 @@ def _gradient_findings(
     unequal: list[list[str]],
     errors: Sequence[ParameterError],
     is_steady: bool,
-    tolerance: float,
     is_explained: bool,
 ) -> list[VerifyFinding]:
     """What is wrong where gradients differ and no value does."""
