@@ -28,7 +28,6 @@ from backstash.stash.value import Dense, Form, Remade, Saved, Value
 from backstash.stores import Store
 
 if TYPE_CHECKING:
-    from backstash.remake.recipes import Recipe
     from backstash.stash.looking import Looked
     from backstash.stash.seams import Producer
 
@@ -116,7 +115,7 @@ class Encoder:
             action = value.state.otherwise
         watcher = self._live.watcher
         if watcher is not None:
-            watcher.decided(value, whole, lambda: self._find(value, strongest))
+            watcher.decided(value, whole, lambda: self._producer.find(value, strongest))
         if isinstance(action, Keep):
             self.keep(value, facts, action.reason)
             return
@@ -204,12 +203,6 @@ class Encoder:
             return None
         return looked.draft(number, codec, x, self.drafts.limit is not None)
 
-    def _find(self, value: Value, strongest: Saved) -> Recipe | str:
-        return self._producer.find(value, strongest)
-
-    def _sources(self, value: Value, strongest: Saved) -> dict[str, Tensor] | None:
-        return self._producer.sources(value, strongest)
-
     def releases_shape(self, place: Place) -> bool:
         """Whether the policy lets go of what was saved at that place, of which only the shape is read."""
         if place.releases is None or not self.is_fixed:
@@ -229,7 +222,7 @@ class Encoder:
         readers = [saved.tensor for saved in fresh if saved.tensor is not None]
         place = strongest.place
         if self.policy.revision is None or place is None:
-            self.policy.trace(facts, readers, lambda: self._sources(value, strongest))
+            self.policy.trace(facts, readers, lambda: self._producer.sources(value, strongest))
             return self.policy.decide_together(facts, readers)
         return self._answer(place, facts, readers)
 

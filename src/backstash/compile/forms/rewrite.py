@@ -54,16 +54,12 @@ def rewrite(
             plane.meta[UNCHECKED] = True
     _replace_results(split, value, flat)
     inputs = _replace_inputs(split, members, flat)
-    outcomes = list(zip(_test_nodes(tests), inputs[len(planes) :], strict=True))
+    outcomes = list(zip((node for node, _ in tests), inputs[len(planes) :], strict=True))
     _decode(split, value, choice, inputs[: len(planes)], outcomes, fuses, is_apart)
     for member in members:
         split.backward.graph.erase_node(member.placeholder)
     _show_gradients(split, value, choice)
     return flat
-
-
-def _test_nodes(tests: Sequence[tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
-    return [node for node, _ in tests]
 
 
 def planes_nbytes(planes: Sequence[fx.Node]) -> int:

@@ -23,7 +23,7 @@ _aten, _prims = torch.ops.aten, torch.ops.prims
 def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions from the outermost in memory to the innermost; None if elements overlap or leave gaps."""
     sizes, strides = list(x.shape), list(x.stride())
-    hints = [_hint(stride) for stride in strides]
+    hints = [hint(stride) for stride in strides]
     order = sorted(range(x.dim()), key=lambda dim: (-hints[dim], dim))
     # Dimensions of one element may have any stride, which says nothing about their place.
     expected: Any = 1
@@ -36,11 +36,12 @@ def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _hint(stride: Any) -> int:
-    if isinstance(stride, int):
-        return stride
-    hint = stride.node.hint
-    return int(hint) if hint is not None else 0
+def hint(size: Any) -> int:
+    """The number that a symbolic size stood for when the graph was compiled; 0 where there is none."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint
+    return int(known) if known is not None else 0
 
 
 def inverse(order: Sequence[int]) -> list[int]:

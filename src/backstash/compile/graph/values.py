@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from backstash.compile.graph.layout import hint as hint
 from backstash.compile.graph.layout import memory_order
 from backstash.compile.graph.reading import SUMS, Reader, is_elementwise, is_view, operator_name, readers
 from backstash.saved import TensorSpec
@@ -164,14 +165,6 @@ def spec_of(x: torch.Tensor) -> TensorSpec:
     for size in shape:
         numel *= size
     return TensorSpec(shape, stride, x.dtype, x.device, numel * x.element_size())
-
-
-def hint(size: Any) -> int:
-    """The number that a symbolic size stood for when the graph was compiled; 0 where there is none."""
-    if isinstance(size, int):
-        return size
-    known = size.node.hint
-    return int(known) if known is not None else 0
 
 
 def depends_on_data(x: torch.Tensor) -> bool:

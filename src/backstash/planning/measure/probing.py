@@ -24,6 +24,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -227,7 +228,7 @@ def with_errors(found: SurveyedValue, square: float | None) -> list[Choice]:
     gain = math.sqrt(square) / tried.noise if tried.noise else 0.0
     choices: list[Choice] = []
     for each in found.rounded:
-        choice = each.choice.with_error(max(LEAST, gain * each.noise))
+        choice = replace(each.choice, error=max(LEAST, gain * each.noise))
         if choice.held_nbytes < least and not any(_beats(other, choice) for other in choices):
             choices = [other for other in choices if not _beats(choice, other)] + [choice]
     return choices

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from backstash.errors import PlanError
@@ -102,10 +102,6 @@ class Choice:
     def keep(cls, nbytes: int) -> Choice:
         """Returns the choice to hold a value of ``nbytes`` as it is."""
         return cls("keep", "keep", nbytes)
-
-    def with_error(self, error: float) -> Choice:
-        """Returns the same choice with a predicted error."""
-        return replace(self, error=error)
 
     def flaw(self) -> str | None:
         """Returns what is wrong with the choice by itself, or None."""
