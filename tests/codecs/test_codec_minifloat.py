@@ -56,16 +56,9 @@ def test_every_number_is_within_the_bound(codec: Minifloat, dtype: torch.dtype) 
         assert torch.equal(through(behind, x) == 0, x == 0)
 
 
-@pytest.mark.parametrize("codec", BEHIND_ZVC, ids=str)
+@pytest.mark.parametrize("codec", [*PLAIN, *GROUPED, *BEHIND_ZVC], ids=str)
 @given(x=tensors.floats(FLOATS))
-def test_behind_zvc(codec: Zvc, x: Tensor) -> None:
-    if codec.accepts(TensorSpec.of(x)) is None and x.numel():
-        check_codec(codec, [x])
-
-
-@pytest.mark.parametrize("codec", [*PLAIN, *GROUPED], ids=str)
-@given(x=tensors.floats(FLOATS))
-def test_alone(codec: Minifloat, x: Tensor) -> None:
+def test_alone_and_behind_zvc(codec: Minifloat | Zvc, x: Tensor) -> None:
     if codec.accepts(TensorSpec.of(x)) is None and x.numel():
         check_codec(codec, [x])
 
