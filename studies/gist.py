@@ -172,7 +172,6 @@ QUICK_NETWORKS = ("vgg_small", "resnet_cifar20")
 TRAINING = Schedule(steps=12, batch=8, size=112)
 QUICK_TRAINING = Schedule(steps=2, batch=4, size=28)
 
-GIB = 2**30
 DEEP = tuple(
     Question(f"resnet{3 * sum(blocks) + 2}", 32, 512 << 20, (48, 80), blocks, 16)
     for blocks in ((3, 27, 136, 3), (3, 46, 231, 3), (3, 66, 328, 3), (3, 83, 416, 3))

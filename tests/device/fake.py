@@ -27,7 +27,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -48,13 +47,6 @@ ROOT = HERE.parents[1]
 SOURCE = HERE / "fake_device.cpp"
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-shared")
 COMPILER = os.environ.get("CXX", "g++")
-
-NO_COMPILER = f"the fake device is not built: there is no C++ compiler {COMPILER!r} (set CXX to another)"
-
-
-def can_build() -> bool:
-    """Whether there is a compiler for the device."""
-    return shutil.which(COMPILER) is not None
 
 
 def _build() -> Path:

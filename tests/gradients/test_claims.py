@@ -92,16 +92,6 @@ class Wrap(torch.autograd.Function):
         return ctx.cls(grad.clone()), None
 
 
-class Unwrap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.inner if isinstance(grad, (Doubles, Logs)) else grad
-
-
 class PassOn(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

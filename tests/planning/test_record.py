@@ -20,7 +20,6 @@ from backstash.stores import DeviceStore, HostStore, Store
 from backstash.torch_internals import profiler_event
 from bench.link import FarStore
 
-ALLOCATED: tuple[Role, ...] = ("stashed", "encoded", "decoded", "recomputed", "immediate", "workspace")
 CODECS = bs.policies.lossless(recompute=False)
 
 
