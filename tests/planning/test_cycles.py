@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from backstash.errors import BudgetError
 from backstash.planning.run.budgeted import Budgeted
-from backstash.planning.run.cycles import MOST_SEEN, PATIENCE, Order, cycles_of
+from backstash.planning.run.cycles import MOST_SEEN, PATIENCE, Order
 from backstash.report.meter import CountedPeak
 from tests.networks.blocks import Residual
 
@@ -27,6 +27,14 @@ STEPS = 30
 
 CRITIC = {f"critic {number}" for number in range(10)}
 GENERATOR = {f"generator {number}" for number in range(8)}
+
+
+def cycles_of(passes: Sequence[set[str]]) -> int:
+    """How many backward passes make a step, by the values saved before each; 0 if more have to be seen."""
+    order = Order()
+    for keys in passes:
+        order.add(keys)
+    return order.first_period()
 
 
 def found_after(passes: Sequence[set[str]]) -> tuple[int, int]:

@@ -24,7 +24,7 @@ Note: [longer periods]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 
 from backstash.saved import without_cycle
 
@@ -217,18 +217,6 @@ class Order:
         if start or not all(self._kinds[kind] for kind in self.passes[:period]):
             return len(self.passes) > MOST_SEEN and not any(self._is_last)
         return True
-
-
-def cycles_of(passes: Sequence[Set[str]]) -> int:
-    """Returns how many backward passes make a step; 0 if more of them have to be seen.
-
-    Args:
-        passes: the keys of the values that were saved before each backward pass, from the first one on.
-    """
-    order = Order()
-    for keys in passes:
-        order.add(keys)
-    return order.first_period()
 
 
 def _are_alike(one: Set[str], other: Set[str]) -> bool:
