@@ -1,7 +1,7 @@
 """Sizes of sparse tensors, and where csr overtakes zvc: ``python -m studies.density [--json FILE]``.
 
 Every ratio is that of a tensor that was encoded: normal numbers, a share of them zeroed at random. The last line is the
-share of zeros from which on csr is the smaller one, found by halving; the formula of `smaller_sparse` says 88.9 %.
+share of zeros from which on csr is the smaller one, found by halving; the formula of `Csr.crossing` says 88.9 %.
 """
 
 from __future__ import annotations

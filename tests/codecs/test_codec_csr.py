@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backstash.codecs import Csr, Encoded, Zvc
-from backstash.codecs.csr.codec import smaller_sparse
 from backstash.errors import CodecRefusedError, DamagedPlanesError
 from backstash.saved import TensorSpec
 from backstash.testing import equal_bits
@@ -108,11 +107,11 @@ def test_more_elements_than_the_row_pointers_count_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.108, 0.115, 0.13, 0.5])
-def test_smaller_sparse_is_what_encoding_says(density: float, dtype: torch.dtype) -> None:
+def test_csr_is_smaller_than_zvc_below_its_crossing(density: float, dtype: torch.dtype) -> None:
     x = torch.zeros(1 << 20, dtype=dtype)
     x[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[: int(density * x.numel())]] = 1.0
     csr, zvc = Csr().encode(x).nbytes, Zvc().encode(x).nbytes
-    assert smaller_sparse(density, dtype) == ("csr" if csr < zvc else "zvc")
+    assert (csr < zvc) == (density < Csr.crossing)
 
 
 def _with(encoded: Encoded, **planes: Tensor) -> Encoded:

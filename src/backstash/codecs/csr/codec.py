@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,15 +30,12 @@ from backstash.saved import TensorSpec
 MAX_NUMEL = 2**31 - 1
 """The most elements that row pointers of int32 can count: 8 GiB of float32."""
 
-_CROSSING = 1 / 8 + 8 / ZVC_CHUNK - 4 / CSR_ROW
-"""The share of non-zeros below which csr is smaller than zvc: a byte each and a pointer a row, or a bit per element."""
-
 
 @dataclass(frozen=True)
 class Csr(Sparse):
     """Stores the elements that have any bit set, and of each its place in a row of 256; on request in a smaller format.
 
-    Smaller than zvc where fewer than one element in nine is not zero (see `smaller_sparse`).
+    Smaller than zvc where fewer than one element in nine is not zero (see `crossing`).
 
     Preserves: SHAPE, SIGN, INDEX, VALUE - every bit: -0.0 and NaN payloads are not zero. With ``values`` SHAPE and
         VALUE within the bound of that; zeros stay what they are, and what is not zero does not become it.
@@ -68,8 +65,8 @@ class Csr(Sparse):
     """
 
     id: ClassVar[str] = "csr"
-    crossing: ClassVar[float] = _CROSSING
-    """The share of elements that are not zero from which Zvc is the smaller codec."""
+    crossing: ClassVar[float] = 1 / 8 + 8 / ZVC_CHUNK - 4 / CSR_ROW
+    """The share of non-zeros from which Zvc is smaller: a byte each and a pointer a row, or a bit per element."""
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits and up to 2**31 - 1 elements that ``values`` accepts."""
@@ -132,18 +129,3 @@ class Csr(Sparse):
 
     def _bits_per_element(self, density: float, dtype: torch.dtype) -> float:
         return density * (8 + self._bits_per_value(dtype)) + 32 / CSR_ROW
-
-
-def smaller_sparse(density: float, dtype: torch.dtype) -> Literal["csr", "zvc"]:
-    """Which of the two codecs of sparse tensors makes a large tensor smaller.
-
-    Bytes per element, with ``s`` bytes per value and a share ``density`` of values: csr ``density * (1 + s) + 4 / 256``
-    and zvc ``density * s + 1 / 8 + 8 / 4096``. The values cost the same in both, so csr is the smaller one where
-    ``density`` is below ``1 / 8 + 8 / 4096 - 4 / 256``: more than 88.9 % zeros, whatever the dtype and also where the
-    values are reduced.
-
-    Args:
-        density: share of the elements that have any bit set, 0 to 1.
-        dtype: of the tensor; it does not change the answer.
-    """
-    return "csr" if density < _CROSSING else "zvc"
