@@ -14,7 +14,6 @@ class ProfiledRun(Budgeted):
 
     Args:
         min_nbytes: smaller tensors are kept; 16 KiB by default.
-        device: the type of the device whose memory counts; by default the accelerator where there is one.
         allow, offload_to: as for :func:`backstash.planning.measure.profiling.profile`.
 
     Attributes:
@@ -24,11 +23,10 @@ class ProfiledRun(Budgeted):
     def __init__(
         self,
         min_nbytes: int | None = None,
-        device: str | None = None,
         allow: str | Sequence[str] = ("lossless", "recompute"),
         offload_to: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__("100%", allow, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
+        super().__init__("100%", allow, min_nbytes=min_nbytes, offload_to=offload_to)
         self.profile: StepProfile | None = None
         self.is_hurried = True
 
