@@ -365,8 +365,16 @@ class Session:
                 tuple(self._live.monitor.found) if self._live.monitor is not None else (),
                 named=step.named,
                 recognised=step.recognised,
-                script=self._unreplayed or (self._replaying and self._replaying.told(self._names.learned.passes)) or "",
+                script=self._told(),
             )
+
+    def _told(self) -> str:
+        """What a report says of the script that passes run."""
+        if self._unreplayed or self._replaying is None:
+            return self._unreplayed
+        if self._forward.is_idle:
+            return "nothing is replayed: there is nothing to do, so what a step saves is held as it is"
+        return str(self._replaying.told(self._names.learned.passes))
 
     @contextmanager
     def watched_by(self, watcher: Watcher) -> Iterator[None]:

@@ -836,6 +836,14 @@ def test_it_is_said_why_nothing_is_replayed(policy: Any, options: dict[str, Any]
     assert twin.session.report().programs().startswith(f"nothing is replayed: {why}")
 
 
+def test_an_idle_session_says_that_there_is_nothing_to_do() -> None:
+    torch.manual_seed(0)
+    twin = Twin(Block(), "keep")
+    for _ in range(4):
+        twin.step(images())
+    assert twin.session.report().programs().startswith("nothing is replayed: there is nothing to do")
+
+
 class Sparse(nn.Module):
     """Linear layers that read the results of relu, of which a share is zero."""
 
