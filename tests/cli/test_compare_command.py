@@ -245,7 +245,41 @@ def test_what_is_recommended() -> None:
     offload.report["device_nbytes"] = 0  # moved to the host's memory, which is where a CPU computes
     assert lines(plain, lossless, offload) == ["recommended: lossless"]
     broken = observed("lossless", peak_nbytes=1000, losses=[(9.0).hex(), (9.0).hex()])
-    assert lines(plain, broken)[0].startswith("recommended: plain PyTorch")
+    (told,) = lines(plain, broken)
+    assert told.startswith(
+        "recommended: plain PyTorch, because losses under lossless differ from those of plain, which"
+    )
+    (told,) = lines(plain, broken, plain)
+    assert told.startswith(
+        "recommended: plain PyTorch, because losses under lossless differ from those of plain, whose"
+    )
+    keep = observed("keep", peak_nbytes=7000, step_seconds=[1.0])
+    assert lines(plain, broken, plain, keep) == ["recommended: keep"]
+
+
+def test_a_script_that_does_not_repeat_itself_gets_a_recommendation_by_peak() -> None:
+    first, second, third = (observed("plain", losses=[(loss).hex()]) for loss in (1.0, 2.0, 3.0))
+    lossless = observed("lossless", peak_nbytes=6000, losses=[(4.0).hex()])
+    for others in ((second,), (second, third), (first, second)):
+        told = lines(first, lossless, *others)
+        assert told[0] == "recommended: lossless"
+        assert told[1].startswith(
+            "note: bits could not be compared, because the losses of plain PyTorch differ between"
+        )
+    useless = observed("lossless", peak_nbytes=9900, losses=[(4.0).hex()])
+    assert "lowers the peak by 5%" in lines(first, useless, second)[0]
+
+
+def test_choose_runs_plain_again_where_bits_differ(
+    script: str, invoke: Invoke, in_this_process: list[tuple[MeasureRequest, Mapping[str, str]]]
+) -> None:
+    Path(script).write_text(f"import torch\n{Path(script).read_text()}".replace("manual_seed(0)", "seed()"))
+    assert "torch.seed()" in Path(script).read_text()
+    result = invoke("choose", "--steps", "1", "--exact", script)
+    assert result.exit_code == 0, result.output
+    assert [order.policy for order, _ in in_this_process].count("plain") == 2
+    shown = " ".join(result.stdout.split())
+    assert "Seed the script" in shown and "`backstash verify` compares the step itself" in shown
 
 
 def test_names_in_a_list() -> None:

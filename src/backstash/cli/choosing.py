@@ -47,7 +47,7 @@ def choose(
     with exits():
         chosen = allocators.choose_allocator(allocator)
         with progress(len(runs_of(names, chosen)), quiet) as update:
-            comparison = compare(program, names, 1, chosen, update, is_tolerant=True)
+            comparison = compare(program, names, 1, chosen, update, is_tolerant=True, in_doubt=True)
         found = recommend(comparison)
     if not quiet:
         show(comparison)

@@ -24,20 +24,25 @@ def recommend(comparison: Comparison) -> list[str]:
     The first line recommends the exact policy with the lowest peak among those that cost little time, or plain PyTorch
     if none gains anything. If no run of plain came to its end, as when memory does not suffice, the exact policy with
     the lowest peak is recommended. On CPU, a policy that moves what is saved to the host's memory is not recommended,
-    because it is there already.
+    because it is there already. An exact policy whose losses are not plain's is not recommended, unless those of plain
+    differ from run to run as well.
     """
     on_cpu = comparison.runs[0].device == "cpu"
     rows = [
         row for row in comparison.rows() if row.policy != PLAIN and row.peak_nbytes and not (on_cpu and _moves(row))
     ]
     base = next((row for row in comparison.rows() if row.label == comparison.baseline and row.policy == PLAIN), None)
-    exact = [row for row in rows if row.is_exact and (row.losses_equal is not False or base is None)]
+    differing = [row for row in rows if row.is_exact and row.losses_equal is False]
+    repeats = comparison.repeats_itself
+    is_told = base is not None and repeats is not False  # whether bits tell anything
+    exact = [row for row in rows if row.is_exact and not (is_told and row in differing)]
     if base is None:
         if not exact:
             return ["recommended: nothing, because neither plain PyTorch nor an exact policy could be measured"]
         best = min(exact, key=_peak)
         return [f"recommended: {best.label}, {_figures(comparison, best)}; plain PyTorch could not be measured"]
-    gaining = [row for row in exact if _peak(row) <= WORTHWHILE * (base.peak_nbytes or 0)]
+    enough = WORTHWHILE * (base.peak_nbytes or 0)
+    gaining = [row for row in exact if _peak(row) <= enough]
     cheap = [row for row in gaining if _slowdown(row, base) <= CHEAP]
     lines = []
     if cheap:
@@ -46,6 +51,14 @@ def recommend(comparison: Comparison) -> list[str]:
     elif gaining:
         best = min(gaining, key=lambda row: _slowdown(row, base))
         lines.append(f"recommended: {best.label}, which takes time; {_figures(comparison, best)}")
+    elif is_told and any(_peak(row) <= enough for row in differing):
+        best = base
+        names = ", ".join(row.label for row in differing)
+        lines.append(
+            f"recommended: plain PyTorch, because losses under {names} differ from those of plain, "
+            f"{'which ran only once' if repeats is None else 'whose runs all have the same'}; `backstash verify` "
+            f"compares the step itself"
+        )
     else:
         best = base
         lines.append(
@@ -64,6 +77,11 @@ def recommend(comparison: Comparison) -> list[str]:
         error = "unknown" if smallest.gradient_error is None else f"{smallest.gradient_error:.2g}"
         lines.append(
             f"if gradients may change: {smallest.label}, gradient error {error}; {_figures(comparison, smallest)}"
+        )
+    if differing and not is_told:
+        lines.append(
+            "note: bits could not be compared, because the losses of plain PyTorch differ between runs that should be "
+            "equal. Seed the script to compare bits; `backstash verify` compares the step itself"
         )
     return lines
 

@@ -168,6 +168,12 @@ class Comparison:
         return self.label(next((run for run in of_plain if run.allocator == last), [*of_plain, *self.runs][0]))
 
     @property
+    def repeats_itself(self) -> bool | None:
+        """Whether all runs of plain have the same losses; None if there was no second one."""
+        first, *others = [run.losses for run in self.runs if run.policy == PLAIN] or [None]
+        return all(losses == first for losses in others) if others else None
+
+    @property
     def made_on(self) -> str:
         """Machine, versions and kernels in one line."""
         return f"{self.machine}; {self.runs[0].kernels} kernels"
@@ -242,6 +248,7 @@ def compare(
     allocator: Allocator | None = None,
     progress: Progress = lambda label, repeat, line: None,
     is_tolerant: bool = False,
+    in_doubt: bool = False,
 ) -> Comparison:
     """Runs a script under each policy in turn, ``repeats`` times. Ctrl-C ends that, and what was measured is returned.
 
@@ -254,6 +261,7 @@ def compare(
         progress: is called when a run begins, and with each line that the script prints.
         is_tolerant: whether a run that fails is noted in ``failures`` as long as any other can be measured. If plain
             fails, others go on only where memory may be what it lacks.
+        in_doubt: whether plain runs once more if its only run has other losses than an exact policy.
 
     Raises:
         ScriptError: there is no such script.
@@ -273,7 +281,13 @@ def compare(
     failures: dict[str, str] = {}
     first: BackstashError | None = None
     is_interrupted = False
-    for repeat, (policy, chosen) in product(range(repeats), runs_of(policies, allocator)):
+
+    def orders() -> Iterator[tuple[int, tuple[str, Allocator | None]]]:
+        yield from product(range(repeats), runs_of(policies, allocator))
+        if in_doubt and _is_in_doubt(runs):
+            yield repeats, (PLAIN, allocator)
+
+    for repeat, (policy, chosen) in orders():
         label = policy if allocator is None else f"{policy}, {chosen.name if chosen else allocators.SYSTEM}"
         progress(label, repeat, None)
         try:
@@ -292,6 +306,13 @@ def compare(
     failed = tuple(failures.items())
     timed = TIMED if program.steps is None else program.steps
     return Comparison(program.script, program.args, describe_machine(), tuple(runs), failed, is_interrupted, timed)
+
+
+def _is_in_doubt(runs: Sequence[Observed]) -> bool:
+    """Whether an exact policy has other losses than plain, which has run once, so that the script may be the reason."""
+    plain = [run for run in runs if run.policy == PLAIN]
+    exact = [run for run in runs if run.policy != PLAIN and registry.describe(run.policy).is_exact]
+    return len(plain) == 1 and any(run.losses != plain[0].losses for run in exact)
 
 
 def runs_of(policies: Sequence[str], allocator: Allocator | None) -> list[tuple[str, Allocator | None]]:
