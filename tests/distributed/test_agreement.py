@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -84,9 +85,9 @@ def agreeing(name: str) -> dict[str, Any]:
     }
 
 
-def refusing(name: str, heavy: int) -> tuple[int, str, int]:
+def refusing(name: str, heavy: int, nbytes: int) -> tuple[int, str, int]:
     course.LEAST = math.inf
-    budget = Budgeted(BUDGET, min_nbytes=0, agree=True)
+    budget = Budgeted(nbytes, min_nbytes=0, agree=True)
     model = PARALLEL[name](network())
     times = 8 * ROWS if dist.get_rank() == heavy else ROWS
     for step in range(MOST_STEPS):
@@ -159,10 +160,92 @@ def test_ranks_take_one_plan_and_then_exchange_nothing(tmp_path: Path, name: str
 def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all_in_one_step(
     tmp_path: Path, name: str, world: int
 ) -> None:
-    found = run_together(tmp_path, refusing, name, 1, world=world)
+    found = run_together(tmp_path, refusing, name, 1, BUDGET, world=world)
     assert len(set(found)) == 1 and found[0][0] >= 0, found
     assert f"of {world} ranks, 1 can not keep the budget. Rank 1 asks for the most: a plan was asked for" in found[0][1]
     assert found[0][2] > BUDGET
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), [("DDP", 2), ("each its own", 4)])
+def test_a_budget_that_no_rank_can_keep_is_refused_with_the_most_that_any_asks_for(
+    tmp_path: Path, name: str, world: int
+) -> None:
+    found = run_together(tmp_path, refusing, name, 1, BUDGET // 50, world=world)
+    assert len(set(found)) == 1 and found[0][0] >= 0, found
+    assert f"of {world} ranks, {world} can not keep the budget. Rank 1 asks for the most: a plan" in found[0][1]
+    assert found[0][2] > BUDGET  # rank 1 alone has so many rows
+
+
+class Scripted:
+    """The store of a process group of three, of which this process is rank 0, and what the others say is known."""
+
+    def __init__(self, said: list[list[dict[str, Any]]]) -> None:
+        self.said, self.own = said, ""
+
+    def set(self, key: str, text: str) -> None:
+        self.own = text
+
+    def get(self, key: str) -> str:
+        meeting, rank = map(int, key.split("/"))
+        return json.dumps(self.said[min(meeting, len(self.said) - 1)][rank - 1]) if rank else self.own
+
+    def wait(self, keys: list[str], time: object) -> None:
+        pass
+
+    def delete_key(self, key: str) -> None:
+        pass
+
+
+class Planned:
+    """What owns an agreement: ``own`` says that no plan is found yet, and nobody takes one."""
+
+    def own(self) -> tuple[bool, None]:
+        return False, None
+
+    def take(self, plan: object) -> None:
+        raise AssertionError
+
+
+def refused(said: list[list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> tuple[int, BudgetError]:
+    """Has rank 0 refuse 500 bytes in the first meeting; returns in which meeting the ranks raise what."""
+    for of, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 3}.items():
+        monkeypatch.setattr(dist, of, lambda value=value: value)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(agreement, "default_group_store", lambda: Scripted(said))
+    owner = Planned()
+    ranks = agreement.Agreement(owner.own, owner.take)
+    ranks.refuse(BudgetError("500 are needed", 500, 1.0, None))
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    try:
+        for _ in range(1000):
+            torch.optim.SGD([parameter], lr=0.1).step()
+    except BudgetError as error:
+        return ranks.meetings, error
+    finally:
+        ranks.close()
+    raise AssertionError("nobody has raised")
+
+
+WAITING, DONE = {"done": False, "plan": None}, {"done": True, "plan": None}
+ASKING = {"error": "900 are needed", "nbytes": 900, "seconds": 1.0, "plan": None}
+
+
+def test_a_refused_rank_waits_until_all_have_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [[WAITING, WAITING], [DONE, WAITING], [WAITING, WAITING], [DONE, ASKING]]
+    meetings, error = refused(said, monkeypatch)
+    assert meetings == 4 and error.smallest_nbytes == 900
+    assert "of 3 ranks, 2 can not keep the budget. Rank 2 asks for the most: 900 are needed" in str(error)
+
+
+def test_ranks_that_do_not_find_out_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    meetings, error = refused([[WAITING, WAITING], [DONE, WAITING]], monkeypatch)
+    assert meetings == agreement.MOST_MEETINGS and error.smallest_nbytes == 500
+    told = (
+        "of 3 ranks, 1 can not keep the budget, and 1 may ask for more, as no plan is found for them yet. Rank 0 asks"
+    )
+    assert told in str(error)
 
 
 @pytest.mark.slow

@@ -170,8 +170,8 @@ class Comparison:
     @property
     def repeats_itself(self) -> bool | None:
         """Whether all runs of plain have the same losses; None if there was no second one."""
-        first, *others = [run.losses for run in self.runs if run.policy == PLAIN] or [None]
-        return all(losses == first for losses in others) if others else None
+        found = [run.losses for run in self.runs if run.policy == PLAIN]
+        return all(losses == found[0] for losses in found) if len(found) > 1 else None
 
     @property
     def made_on(self) -> str:

@@ -8,9 +8,11 @@ Note: [ranks that agree]
     process group was made with, and not through collectives, so it cannot come between those of the program.
 
     A rank for which no plan fits says so there, instead of raising an error in its backward pass while the others go
-    on. Then all raise the same error. An allocation that fails does so in the middle of a step, where the others wait
-    for this rank in a collective, which nobody can call off. So the error is left in the store before it is raised;
-    when this rank's process ends, the collectives of the others fail, and they raise that error in place of theirs.
+    on, and trains on. When each rank has a plan or none, all raise the same error, that of the rank which asks for the
+    most. Steps that never settle are not waited for without end. An allocation that fails does so in the middle of a
+    step, where the others wait for this rank in a collective, which nobody can call off. So the error is left in the
+    store before it is raised; when this rank's process ends, the collectives of the others fail, and they raise that
+    error in place of theirs.
 
     The process that keeps the store may end first, because the training is over. Then each of the others goes on under
     its own plan.
@@ -36,6 +38,9 @@ from backstash.torch_internals import default_group_store
 
 SECONDS = 600.0
 """How long a rank waits for the others after a step."""
+
+MOST_MEETINGS = 100
+"""In so many meetings at most a rank waits with its refused budget for what the others find."""
 
 LATEST = 2.0
 """How long it waits for the reason why a collective has failed, which is written before the connection ends."""
@@ -72,6 +77,7 @@ class Agreement:
         self._store = PrefixStore(f"backstash/budget{next(_numbers)}", default_group_store())
         self._own, self._agreed = WeakMethod(own), WeakMethod(agreed)  # torch holds this object by its hook
         self._refused: BudgetError | None = None
+        self._waits = 0  # in so many meetings a budget was refused
         self._is_inside = False
         self.meetings = 0
         self.is_settled = self._count == 1
@@ -136,14 +142,17 @@ class Agreement:
             )
             return
         failed = [(rank, each) for rank, each in enumerate(said) if "error" in each]
-        if failed:
+        unknown = sum("error" not in each and not each["done"] for each in said)
+        self._waits += bool(failed)
+        if failed and (not unknown or self._waits >= MOST_MEETINGS):
             self.close()
+            others = f", and {unknown} may ask for more, as no plan is found for them yet" if unknown else ""
             rank, worst = max(failed, key=lambda pair: (pair[1]["nbytes"], -pair[0]))
             smallest_plan = None if worst["plan"] is None else Plan.from_json(worst["plan"])
-            said_by = f"of {self._count} ranks, {len(failed)} can not keep the budget. Rank {rank} asks for the most: "
+            said_by = f"of {self._count} ranks, {len(failed)} can not keep the budget{others}"
             facts = worst["nbytes"], worst["seconds"], smallest_plan
-            raise BatchTooLargeError(BudgetError(f"{said_by}{worst['error']}", *facts))
-        if all(each["done"] for each in said):
+            raise BatchTooLargeError(BudgetError(f"{said_by}. Rank {rank} asks for the most: {worst['error']}", *facts))
+        if not (failed or unknown):
             self.close()
             self.is_settled = True
             plans = [Plan.from_json(each["plan"]) for each in said if each["plan"] is not None]
