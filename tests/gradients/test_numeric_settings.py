@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from gradient_checks import Remake
 from torch import Tensor, nn
-from torch_settings import OPT_EINSUM, SETTINGS
+from torch_settings import OPT_EINSUM, SETTINGS, setting
 
 import backstash as bs
 from backstash.numerics import settings, under
@@ -78,15 +78,53 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_around_the_forward_pass(setting: str, context: str) -> None:
-    around, model = SETTINGS[setting], Attending([nullcontext])
+def test_around_the_forward_pass(name: str, context: str) -> None:
+    around, model = SETTINGS[name], Attending([nullcontext])
     steps = 8 if context == "budget" else 2
     expected = gradients(model, nullcontext(), around, steps)
     before = settings("cpu")
     assert_equal(gradients(model, CONTEXTS[context](), around, steps), expected)
     assert settings("cpu") == before
+
+
+def of_layers() -> nn.Module:
+    """Layers whose values have codecs, kernels and proofs of their own."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(), nn.GroupNorm(4, 16), nn.SiLU()),
+        *(nn.Conv2d(16, 16, 3, padding=1), nn.Dropout(0.1), nn.LayerNorm((16, 16, 16)), nn.Hardswish()),
+        *(nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(1024, 32), nn.Sigmoid(), nn.Linear(32, 10)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("policy", "autocast"), [("quantized", False), *((name, each) for name in CONTEXTS for each in (False, True))]
+)
+def test_default_dtypes_that_change_between_the_passes(policy: str, autocast: bool, dtype: torch.dtype) -> None:
+    layout = torch.channels_last if dtype is torch.bfloat16 else torch.contiguous_format
+
+    def trained(context: AbstractContextManager[Any], dtypes: tuple[torch.dtype, torch.dtype]) -> list[Tensor]:
+        model, found = of_layers().to(memory_format=layout), []  # type: ignore[call-overload]
+        for number in range(30 if policy == "budget" else 14):
+            torch.manual_seed(number)
+            x = torch.randn(4, 3, 32, 32, dtype=torch.float32).to(memory_format=layout)
+            with setting(torch.get_default_dtype, torch.set_default_dtype, dtypes[number % 2]):
+                with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = F.cross_entropy(model(x), torch.arange(4))
+            model.zero_grad()
+            with setting(torch.get_default_dtype, torch.set_default_dtype, dtypes[1 - number % 2]):
+                loss.backward()
+            found += [parameter.grad for parameter in model.parameters()]
+        return [each.clone() for each in found if each is not None]
+
+    context = CONTEXTS.get(policy, lambda: bs.Session(policy, min_nbytes=0))
+
+    expected = trained(context() if policy == "quantized" else nullcontext(), (torch.float32, torch.float32))
+    assert_equal(trained(context(), (torch.float32, dtype)), expected)
 
 
 @pytest.mark.slow
@@ -103,18 +141,18 @@ def test_inside_the_forward_pass(context: str) -> None:
         assert settings("cpu") == before
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_are_those_and_then_what_they_were(setting: str) -> None:
-    with SETTINGS[setting]():  # what it leaves behind may be another name for what was there
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_those_and_then_what_they_were(name: str) -> None:
+    with SETTINGS[name]():  # what it leaves behind may be another name for what was there
         pass
     outside = settings("cpu")
-    with SETTINGS[setting]():
+    with SETTINGS[name]():
         inside = settings("cpu")
     assert settings("cpu") is outside
     with under(inside, "cpu"):
         assert settings("cpu") is inside
     assert settings("cpu") is outside
-    with SETTINGS[setting](), under(outside, "cpu"):
+    with SETTINGS[name](), under(outside, "cpu"):
         assert settings("cpu") is outside
 
 

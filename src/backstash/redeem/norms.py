@@ -290,7 +290,7 @@ def _in_parts(
 
 def _example(shape: tuple[int, ...], phase: float) -> Tensor:
     """Numbers of every size and sign, the same ones each time, and none of torch's random ones."""
-    numbers = torch.empty(math.prod(shape), device="cpu")
+    numbers = torch.empty(math.prod(shape), dtype=torch.float32, device="cpu")
     for begin, piece in enumerate(numbers.split(4096)):  # a budget has no room for several times as many float64
         steps = torch.arange(4096 * begin, 4096 * begin + len(piece), dtype=torch.float64, device="cpu")
         piece.copy_((steps * (1.7 + phase)).sin() * (steps * 0.37 + phase).cos().exp2())

@@ -150,7 +150,7 @@ def _matching(device: torch.device, shape: tuple[int, ...], is_channels_last: bo
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape)) if is_channels_last else None
     x = x.contiguous(memory_format=layout or torch.contiguous_format)
     vector = torch.arange(channels, dtype=torch.float32, device=device)
-    weight, bias = vector.cos() + 2, torch.zeros(channels, device=device)
+    weight, bias = vector.cos() + 2, torch.zeros(channels, dtype=torch.float32, device=device)
     mean, invstd = batch_norm_with_statistics(x, weight, bias)[1:]
     bias = -(weight * (x.reshape(shape[0], channels, -1)[0, :, 0].float() - mean) * invstd)
     expected, mean, invstd = batch_norm_with_statistics(x, weight, bias)

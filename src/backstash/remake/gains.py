@@ -52,7 +52,7 @@ def _gains_of_concatenation(recipe: Recipe) -> dict[Value, Tensor] | None:
             return None
         end = begin + (given.spec if isinstance(given, Leaf) else given[1].spec).shape[1]
         for value, gain in part.items():
-            channels = total.setdefault(value, torch.zeros(spec.shape[1], device=spec.device))
+            channels = total.setdefault(value, torch.zeros(spec.shape[1], dtype=torch.float32, device=spec.device))
             channels[begin:end] += gain
         begin = end
     return total
@@ -69,7 +69,7 @@ def _gains_through(recipe: Recipe, index: int, except_dim: int | None = None) ->
     if any(a != b for dim, (a, b) in enumerate(zip(shape, spec.shape, strict=True)) if dim != except_dim):
         return None
     if isinstance(given, Leaf):
-        return {given.value: torch.ones(1, device=spec.device)}
+        return {given.value: torch.ones(1, dtype=torch.float32, device=spec.device)}
     return gains(given[0]) if fills(given) else None
 
 

@@ -226,7 +226,7 @@ def _matching(device: torch.device, dtype: torch.dtype, held: torch.dtype | None
     expected, mean, rstd = torch.native_layer_norm(x, (PROOF_WIDTH,), weight, bias, 1e-5)
     if mean.dtype is not torch.float32:
         return ""
-    added = torch.zeros(PROOF_WIDTH, device=device) if bias is None else bias
+    added = torch.zeros(PROOF_WIDTH, dtype=torch.float32, device=device) if bias is None else bias
     for order in NormOrder:
         result = torch.empty_like(x)
         given = x, None, mean.flatten(), rstd.flatten(), weight, added

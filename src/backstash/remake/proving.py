@@ -87,14 +87,14 @@ def off_by(recipe: Recipe) -> Tensor | None:
     found = gains(recipe)
     if found is None:
         return None
-    total = torch.zeros(1, device=recipe.call.spec.device)
+    total = torch.zeros(1, dtype=torch.float32, device=recipe.call.spec.device)
     for leaf, gain in found.items():
         off: Tensor | None
         if leaf.state.recipe is not None and leaf.state.recipe.from_statistics:
             off = off_by(leaf.state.recipe)
         else:
             bound = leaf.state.form.codec.bound if leaf.state.form is not None and leaf.state.recipe is None else None
-            off = torch.zeros(1, device=total.device)
+            off = torch.zeros(1, dtype=torch.float32, device=total.device)
             if bound is not None:
                 off = None if bound.abs is None else off + bound.abs
         if off is None:

@@ -56,7 +56,7 @@ def szp_range(x: Tensor) -> Tensor:
     """Returns the smallest and the largest finite element, float32 [2]; zeros if no element is finite."""
     finite = x[x.isfinite()].float()
     if not finite.numel():
-        return torch.zeros(2, device=x.device)
+        return torch.zeros(2, dtype=torch.float32, device=x.device)
     return torch.stack([finite.min(), finite.max()]) + 0.0  # -0.0 becomes 0.0
 
 

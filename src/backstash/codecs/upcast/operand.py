@@ -193,8 +193,8 @@ def _prove(question: _Question) -> bool:
     if not rounds_products() or len(shape) not in (2, 3) or not product.other or not all(shape):
         return False
     generator = torch.Generator().manual_seed(0)
-    value = torch.empty_strided(shape, stride).copy_(_telling(shape, generator))
-    rounded = torch.empty_strided(shape, stride).copy_(_rounded(value, rounding))
+    value = torch.empty_strided(shape, stride, dtype=torch.float32).copy_(_telling(shape, generator))
+    rounded = torch.empty_strided(shape, stride, dtype=torch.float32).copy_(_rounded(value, rounding))
     if product.side == "right":
         value, rounded = value.mT, rounded.mT
     multiply = torch.mm if len(shape) == 2 else torch.bmm
@@ -216,17 +216,17 @@ def _telling(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     Rows have different exponents, so that no rounded sum hides a lost bit.
     """
     exponents = torch.randint(-8, 9, (*shape[:-1], 1), generator=generator)
-    bits = (torch.randn(shape, generator=generator) * torch.exp2(exponents)).view(torch.int32)
+    bits = (torch.randn(shape, generator=generator, dtype=torch.float32) * exponents.float().exp2()).view(torch.int32)
     ends = torch.tensor([0x0001, 0x7FFF, 0x8000, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     ends = ends[torch.randint(len(ends), shape, generator=generator)]
-    is_drawn = torch.rand(shape, generator=generator) < 0.5
+    is_drawn = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5
     return torch.where(is_drawn, bits, (bits & -65536) | ends).view(torch.float32)
 
 
 def _layouts(generator: torch.Generator, *shape: int) -> Iterator[Tensor]:
     """Gradients of a shape, in the layouts in which they come."""
     columns = shape[-1]
-    wide = torch.randn(*shape[:-1], columns + 3, generator=generator)
+    wide = torch.randn(*shape[:-1], columns + 3, generator=generator, dtype=torch.float32)
     yield wide[..., :columns].contiguous()
     yield wide[..., :columns].mT.contiguous().mT
     yield wide[..., 1 : columns + 1]

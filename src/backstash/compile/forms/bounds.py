@@ -228,7 +228,7 @@ class Loop:
             bounded.revision = revision
             self._ask(bounded, x)
         if bounded.codec is None:
-            return torch.zeros(1, device=x.device)
+            return torch.zeros(1, dtype=torch.float32, device=x.device)
         return bounded.codec.grid(flat(x))[1:2].clone()
 
     def coarsest(self, graph: str, name: str, found: Tensor) -> None:

@@ -178,7 +178,7 @@ def batch_norm_channels(
     for image in range(outer):
         some, dot = _row_sums(dy[image], rows[image], mean[:, None])
         sums, dots = sums + some, dots + dot
-    count = torch.tensor(float(outer * inner), device=x.device)
+    count = torch.tensor(float(outer * inner), dtype=torch.float32, device=x.device)
     weight_grad, bias_grad = (dots * invstd).float(), sums.float()
     k, grad_mean = dots.float() * invstd * invstd / count, (sums / count.double()).float()
     good = k.isfinite() & grad_mean.isfinite()

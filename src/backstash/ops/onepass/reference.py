@@ -106,7 +106,7 @@ def curved(x: Tensor, curve: int) -> Tensor:
     if curve == ComputedCurve.SILU:
         return x / (1 + exponential(-x))
     if curve == ComputedCurve.GELU:
-        return x * 0.5 * (1 + error_function(x * torch.tensor(0.5**0.5)))
+        return x * 0.5 * (1 + error_function(x * torch.tensor(0.5**0.5, dtype=torch.float32)))
     return x
 
 
@@ -228,7 +228,7 @@ def grouped_norm(
     m, r = (part.view(-1, groups).repeat_interleave(each, 1).view(spread) for part in (mean, rstd))
     across = (1, x.shape[1], *[1] * (x.dim() - 2))
     scale = r if weight is None else r * _wide(weight).view(across)
-    shift = torch.zeros(across, device=x.device) if bias is None else _wide(bias).view(across)
+    shift = torch.zeros(across, dtype=torch.float32, device=x.device) if bias is None else _wide(bias).view(across)
     line = fused(-m, scale, shift.expand_as(scale))
     y = fused(*torch.broadcast_tensors(y, scale, line))
     norm = torch.empty_like(x).copy_(rounded(y, x.dtype, nan))
@@ -375,5 +375,5 @@ def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -
         )
     place = torch.arange(x.numel(), device=x.device)
     is_kept = (mask[place // 8] >> (place % 8).to(torch.uint8)) & 1 != 0
-    factor = torch.where(is_kept, torch.tensor(scale, device=x.device), torch.tensor(0.0, device=x.device))
+    factor = torch.where(is_kept, torch.tensor(scale, dtype=torch.float32, device=x.device), 0.0)
     out.copy_(rounded(_wide(x) * factor, out.dtype, nan))

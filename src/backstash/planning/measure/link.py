@@ -219,7 +219,7 @@ class _Measurement:
 
     def __init__(self, store: Store, device: str) -> None:
         self.store, self.device = store, device
-        self.square = torch.ones(384, 384, device=device)
+        self.square = torch.ones(384, 384, dtype=torch.float32, device=device)
         self._compute(1)
         self.unit = self._timed(lambda: self._compute(4)) / 4
         if not self.unit > 0.0:
@@ -248,7 +248,7 @@ class _Measurement:
             Seconds to hand it over, from then until it is there, and to bring it back. The last two include
             computations of the given times, which begin together with the transfer.
         """
-        encoded = Raw().encode(torch.ones(nbytes // 4, device=self.device))
+        encoded = Raw().encode(torch.ones(nbytes // 4, dtype=torch.float32, device=self.device))
         started = time.perf_counter()
         ticket = self.store.put(encoded)
         handed = time.perf_counter() - started
