@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import backstash as bs
+from backstash.verifying.reference import Reference
 from verify.faults import Block, Net, plain_checkpoint, step_of
 from verify.healthy import HEALTHY
 
@@ -43,6 +44,14 @@ class Noisy(torch.autograd.Function):
         return gradient * (1 + 1e-5 * next(CALLS))
 
 
+class NoisyBackward(Noisy):
+    """The same of the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
 def test_a_step_that_does_not_repeat_is_unsteady() -> None:
     block = Block()
     x = torch.randn(8, 16)
@@ -64,6 +73,106 @@ def test_a_kernel_that_does_not_repeat_in_a_checkpoint_is_unsteady() -> None:
     found = bs.verify(step_of(Net([Block(), Layer()], plain_checkpoint)))
     assert (found.verdict, found.exit_code) == ("unsteady", 0), str(found)
     assert found.first is not None and "noisy" in found.first.cause.reason
+
+
+class Scaling(nn.Module):
+    """Multiplies by a number that is another one each time, as a kernel does that adds up in any order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 1e-5 * next(CALLS))
+
+
+class Named(nn.Module):
+    """Calls its block by a name, as transformers' models are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+X = torch.linspace(-1, 1, 128).view(8, 16)
+
+
+def drawn() -> Tensor:
+    """Inputs that are others each time, as those of a generator without a seed."""
+    return X * (1 + 1e-5 * next(CALLS))
+
+
+def reading(block: nn.Module, later: bool) -> None:
+    block(X if later else drawn()).sum().backward()
+    block(drawn()).sum().backward()
+
+
+OTHERS = "the program's inputs differ between runs"
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_inputs_that_differ_are_no_kernels(later: bool) -> None:
+    block = Block()
+    found = bs.verify(lambda: reading(block, later), block)
+    assert (found.verdict, found.exit_code) == ("unsteady", 0), str(found)
+    assert found.headline().endswith(OTHERS)
+    assert found.fixes() and "seed" in found.fixes()[0] and "deterministic" not in found.fixes()[0]
+
+
+def test_inputs_that_differ_and_have_names() -> None:
+    model = Named()
+    assert bs.verify(lambda: model(x=drawn()).sum().backward()).headline().endswith(OTHERS)
+
+
+def test_targets_that_differ() -> None:
+    block, loss = Block(), nn.MSELoss()
+    assert bs.verify(lambda: loss(block(X), drawn()).backward()).headline().endswith(OTHERS)
+    found = bs.verify(lambda: nn.functional.mse_loss(block(X), drawn()).backward())
+    assert found.headline().endswith(
+        "what the loss reads differs between runs, or its kernels do not repeat themselves"
+    )
+    assert "seed" in found.fixes()[0] and "use_deterministic_algorithms" in found.fixes()[0]
+
+
+def test_weights_that_differ() -> None:
+    def step() -> None:
+        torch.manual_seed(next(CALLS))
+        Block()(X).sum().backward()
+
+    assert bs.verify(step).headline().endswith(OTHERS)
+
+
+def test_parameters_that_are_not_there_yet() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    with Reference() as run:
+        model(X).sum().backward()
+    assert [call[0] for call in run.log.calls[0]] == [1, 0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_kernel_between_modules_is_none_of_the_programs_inputs(grad: bool) -> None:
+    """A frozen encoder, or a generator, before the model."""
+    first, block = Scaling(), Block()
+
+    def step() -> None:
+        with torch.set_grad_enabled(grad):
+            x = first(X)
+        block(x.detach()).sum().backward()
+
+    found = bs.verify(step)
+    assert found.verdict == "unsteady"
+    assert found.headline().endswith("kernels of this step do not repeat themselves")
+    assert found.fixes() == ["torch.use_deterministic_algorithms(True)"]
+
+
+def test_later_inputs_may_follow_from_kernels() -> None:
+    """As those of a critic, which a generator makes that was trained in between."""
+    block = Block()
+
+    def step() -> None:
+        NoisyBackward.apply(block(X)).sum().backward()
+        block(X + sum(each.grad.sum() for each in block.parameters() if each.grad is not None)).sum().backward()
+
+    assert bs.verify(step).headline().endswith("kernels of this step do not repeat themselves")
 
 
 @pytest.mark.slow

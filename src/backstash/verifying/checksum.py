@@ -20,6 +20,7 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from backstash.saved import is_tensor
 from backstash.torch_internals import is_traceable_wrapper_subclass, unseen_by_modes, without_gradients
@@ -39,6 +40,8 @@ _ALL = (1 << 64) - 1
 
 def why_unchecked(x: Tensor) -> str | None:
     """Returns why a tensor has no checksum, or None if it has one."""
+    if is_lazy(x):
+        return "a parameter without a shape yet"
     for inner in _inner(x):
         if inner is None:
             return f"a {type(x).__name__} does not say what it wraps"

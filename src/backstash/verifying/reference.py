@@ -13,12 +13,20 @@ Note: [functions that recompute]
     ``torch.no_grad()`` in the lines of that ``forward`` itself does nothing then. If the result does not depend on all
     inputs that ask for a gradient, because ``forward`` detaches them, the custom function is called as ever, and the
     log says so. Custom functions that do not go backward by themselves are never replaced: what they return is meant.
+
+Note: [inputs that differ]
+    Two runs without savers may give different gradients because kernels do not repeat themselves, or because the
+    program reads a clock or draws without a seed. So the log has, in order, checksums of what modules were given and of
+    what they returned. If the first that differs was given to a module, all modules before it did repeat themselves.
+    Weights count as given with the first call. Of a module that is called by names of arguments, no global hook sees
+    them; the modules that it calls stand for it.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -28,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from backstash.capture import passes
+from backstash.capture.naming import tensors_within
 from backstash.saved import is_tensor
 from backstash.session import Session
 from backstash.torch_internals import (
@@ -43,7 +52,7 @@ from backstash.torch_internals import (
     replace_function_apply,
     replace_hook_pushing,
 )
-from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
+from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
 from backstash.verifying.gradients import gradient_copies, gradient_sums
 from backstash.verifying.paths import ModulePaths
 from backstash.verifying.runlog import RunLog
@@ -77,6 +86,10 @@ class Reference:
         self.gradients: dict[str, Tensor] = {}
         self._recomputing, self._keep_pass, self._compiled = frozenset(recomputing), keep_pass, compiled
         self._copies = copies
+        self._calls: list[tuple[int, list[Checksum]]] = []
+        self._noted = 0  # how deep the module is whose call is noted; 0 for none
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Reference:
         ignore_global_hooks_of_compiled_modules()
@@ -210,16 +223,25 @@ class Reference:
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if not (is_dynamo_compiling() or is_traced()):
             self.paths.enter(module)
+            if not self._noted and threading.get_ident() == self._thread and any(True for _ in tensors_within(args)):
+                self._noted = self.paths.depth
+                weights = () if module in self._known else tuple(module.parameters())
+                self._known.add(module)
+                self._calls.append((1, _sums((args, weights))))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (is_dynamo_compiling() or is_traced()):
+            if self._noted == self.paths.depth and threading.get_ident() == self._thread:
+                self._noted = 0
+                self._calls.append((0, _sums(output)))
             self.paths.leave()
 
     def begin_backward(self, tensors: Any) -> None:
         """A backward pass begins."""
         given = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-        known = [checksum(x) for x in given if is_tensor(x) and why_unchecked(x) is None]
-        self.log.results.append(numbers_of(known))
+        self.log.results.append(numbers_of(_sums(given)))
+        self.log.calls.append([[kind, *numbers_of(sums)] for kind, sums in self._calls])
+        self._calls = []
         self.log.passes += 1
         self.paths.note_leaves(tensors)
 
@@ -253,6 +275,11 @@ class _Context:
 
     def set_materialize_grads(self, value: bool) -> None:
         pass
+
+
+def _sums(given: Any) -> list[Checksum]:
+    """Checksums of the tensors in a structure."""
+    return [checksum(x) for x in tensors_within(given) if why_unchecked(x) is None]
 
 
 def _unreached(result: Any, inputs: list[Tensor]) -> int:

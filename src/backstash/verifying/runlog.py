@@ -97,6 +97,9 @@ class RunLog:
         regions: the regions.
         gradients: for each backward pass, checksums of the gradients by name; None for a parameter without one.
         results: for each backward pass, checksums of what it begins from.
+        calls: for each backward pass, what modules were given and returned before it (Note: [inputs that differ] in
+            reference.py): 1 and the checksums of what one was given, or 0 and those of what it returned. Only of a
+            reference run.
         returned: checksums of the tensors that the step returned.
         state: checksums of parameters and buffers at the end.
         generators: digests of the generators' states at the end.
@@ -120,6 +123,7 @@ class RunLog:
     regions: list[RegionLog] = field(default_factory=list)
     gradients: list[dict[str, int | None]] = field(default_factory=list)
     results: list[list[int]] = field(default_factory=list)
+    calls: list[list[list[int]]] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     state: dict[str, int] = field(default_factory=dict)
     generators: dict[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from backstash.verifying.causes import ROUNDED, UNSTEADY, Cause, cause_of
-from backstash.verifying.gradients import ParameterError, missing_names, unequal_names
+from backstash.verifying.gradients import ParameterError, first_unequal, missing_names, unequal_names
 from backstash.verifying.runlog import RegionLog, RunLog, ValueDifference
 
 EQUAL, DIFFERS, UNSTEADY_VERDICT, BY_INTENTION = "equal", "differs", "unsteady", "rounded"
@@ -52,13 +52,15 @@ class Verification:
 
     Attributes:
         verdict: ``"equal"``; ``"differs"``; ``"rounded"``: what differs is meant, by a policy or hooks that round;
-            ``"unsteady"``: kernels of the step do not repeat themselves, so what differs may be theirs.
+            ``"unsteady"``: kernels of the step do not repeat themselves, or the program's inputs differ from run to
+            run, so what differs may follow from that.
         findings: the differences by cause, in the order of forward.
         watched, reference: the records of the run as it is and of the run without savers.
         errors: the gradients' errors by parameter, in the first backward pass in which they differ; empty if none do.
         runs: how many times the step ran.
         name: of the step or the script.
         is_interrupted: whether Ctrl-C has come before a closer look at what differs.
+        unsteady: why two runs without savers differ; empty if they do not, or if there was no second one.
     """
 
     verdict: str
@@ -70,6 +72,7 @@ class Verification:
     name: str = "step"
     notes: tuple[str, ...] = field(default=())
     is_interrupted: bool = False
+    unsteady: str = ""
 
     @property
     def is_equal(self) -> bool:
@@ -118,7 +121,7 @@ class Verification:
         if self.verdict == BY_INTENTION:
             return f"rounded: {seen}; what differs is meant"
         if self.verdict == UNSTEADY_VERDICT:
-            return f"unsteady: {seen}; kernels of this step do not repeat themselves"
+            return f"unsteady: {seen}; {self.unsteady or _KERNELS}"
         if log.differing:
             return f"differs: {seen}; {_count(log.differing, 'value')} differ{'s' if log.differing == 1 else ''}"
         rest = "torch noticed it and raised" if log.error else "no value differs, but gradients or state do"
@@ -171,14 +174,14 @@ def judge(
         errors: of the gradients of these two.
         tolerance: relative error up to which hooks may round.
     """
-    findings = _value_findings(watched, closer, tolerance)
+    unsteady = "" if again is None else _why_unsteady(reference, again)
+    findings = _value_findings(watched, closer, tolerance, unsteady)
     if watched.error is not None and not findings and closer is not None:
         findings = _error_findings(closer)
     unequal = list(unequal_names(watched.gradients, reference.gradients))
-    is_steady = again is None or not any(unequal_names(reference.gradients, again.gradients))
     if not any(each.is_wrong for each in findings):
-        findings += _gradient_findings(watched, reference, unequal, errors, is_steady, bool(findings))
-    findings += _state_findings(watched, reference, findings, is_steady)
+        findings += _gradient_findings(watched, reference, unequal, errors, unsteady, bool(findings))
+    findings += _state_findings(watched, reference, findings, not unsteady)
     wrong = [each for each in findings if each.is_wrong]
     if wrong:
         verdict = DIFFERS
@@ -189,7 +192,7 @@ def judge(
     runs = 2 if closer is None else 4
     shown = tuple(errors) if findings else ()
     notes = tuple(_notes(watched, reference))
-    return Verification(verdict, tuple(findings), watched, reference, shown, runs, name, notes)
+    return Verification(verdict, tuple(findings), watched, reference, shown, runs, name, notes, unsteady=unsteady)
 
 
 def needs_closer_look(watched: RunLog, reference: RunLog) -> bool:
@@ -205,10 +208,22 @@ def needs_closer_look(watched: RunLog, reference: RunLog) -> bool:
     )
 
 
+def _why_unsteady(reference: RunLog, again: RunLog) -> str:
+    """Why two runs without savers gave different gradients (Note: [inputs that differ]); empty if they did not."""
+    differing = first_unequal(reference.gradients, again.gradients)
+    if differing is None:
+        return ""
+    for one, two in zip(reference.calls[: differing + 1], again.calls[: differing + 1], strict=False):
+        for call, other in zip(one, two, strict=False):
+            if call != other:
+                return _INPUTS if call[0] else _KERNELS
+    return _KERNELS if reference.results[: differing + 1] == again.results[: differing + 1] else _TARGETS
+
+
 # -- findings ----------------------------------------------------------------------------------------------------
 
 
-def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float) -> list[VerifyFinding]:
+def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float, unsteady: str) -> list[VerifyFinding]:
     details = {} if closer is None else {each.number: each for each in closer.differences}
     firsts: dict[Any, list[ValueDifference]] = {}
     for each in watched.differences:
@@ -228,7 +243,8 @@ def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float) ->
             if cause.kind == ROUNDED and value.detail.get("relative", math.inf) > tolerance:
                 cause = Cause("rounding", cause.reason, cause.fix)
             if closer is not None and seen is None and value.owner != "autograd":
-                cause = Cause(UNSTEADY, "it differed in one run and not in another from the same state")
+                state = "with other inputs" if unsteady == _INPUTS else "from the same state"
+                cause = Cause(UNSTEADY, f"it differed in one run and not in another {state}")
             count = len(group) if value.region is not None else 1
             key = (cause.kind, cause.fix, value.owner if region is None else region.kind)
             if key in found:
@@ -259,7 +275,7 @@ def _gradient_findings(
     reference: RunLog,
     unequal: list[list[str]],
     errors: Sequence[ParameterError],
-    is_steady: bool,
+    unsteady: str,
     is_explained: bool,
 ) -> list[VerifyFinding]:
     """What is wrong where gradients differ and no value does."""
@@ -277,8 +293,8 @@ def _gradient_findings(
         return []
     worst = max((each.relative for each in errors), default=math.inf)
     other = "those without a budget" if reference.is_compiled else "eager ones"
-    if not is_steady:
-        cause = Cause(UNSTEADY, "two runs without savers gave different gradients", _DETERMINISM)
+    if unsteady:
+        cause = Cause(UNSTEADY, *_OF_UNSTEADY[unsteady])
     elif watched.results[: first + 1] != reference.results[: first + 1]:  # later ones may differ by these gradients
         cause = Cause(
             "forward",
@@ -313,7 +329,20 @@ def _gradient_findings(
 
 
 _COMPILED = 1e-3
+_KERNELS = "kernels of this step do not repeat themselves"
+_INPUTS = "the program's inputs differ between runs"
+_TARGETS = "what the loss reads differs between runs, or its kernels do not repeat themselves"
 _DETERMINISM = "torch.use_deterministic_algorithms(True)"
+_SEED = "seed all that the program draws, as np.random.default_rng(0), and take no inputs from a clock or os.urandom"
+_OF_UNSTEADY = {
+    _KERNELS: ("two runs without savers gave different gradients", _DETERMINISM),
+    _INPUTS: ("modules were given other inputs or weights in two runs without savers", _SEED),
+    _TARGETS: (
+        "modules were given and returned the same in two runs without savers, and the losses are others",
+        f"{_SEED}; and {_DETERMINISM}",
+    ),
+}
+"""For each reason why two runs differ: what is said of the gradients, and what to do."""
 
 
 def _no_gradient(watched: RunLog) -> Cause:
