@@ -225,8 +225,8 @@ def hand_over(saved: Saved, read: Tensor) -> None:
     value.members = []
     for each in members:
         if each.value is value:
-            each.value = None
             _hold(each, whole)
+            each.value = None  # last: without either it would be taken for one of which the shape alone is read
 
 
 DENSER = 4
