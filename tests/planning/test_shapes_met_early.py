@@ -286,3 +286,26 @@ def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
     largest.found = replace(largest.found, measured_passes=1)
     assert session.helps(large)
     session.close()
+
+
+def test_a_step_that_is_profiled_for_others_is_estimated_with_what_is_tried_in_it() -> None:
+    """And where it is profiled although that is above the budget, because none comes that fits, it is told."""
+    session = Budgeted("50%", min_nbytes=256)
+    session.is_hurried = True
+    loop = Loop(session)
+    for _ in range(12):
+        loop.step(64)
+    largest = session.buckets.largest()
+    assert largest is not None and largest.planner is not None
+    largest.found = replace(largest.found, measured_passes=1000)  # others have not been awaited for so long
+    tried = largest.planner.profile.trial_nbytes / largest.plain_nbytes
+    assert tried > 0.05
+    assert session.helps(session.buckets.of((((8, int(64 * 0.5 / (1 + 1.1 * tried))), "int64"),)))
+    assert not session.helps(session.buckets.of((((8, int(64 * 0.5 / (1 + 0.8 * tried))), "int64"),)))
+    told = []
+    for _ in range(20):
+        loop.step(48)
+        told.append(session.found.trouble)
+    assert any("with everything kept, which may take" in each for each in told) and not told[-1]
+    assert session.found.plan is not None
+    session.close()

@@ -108,14 +108,19 @@ def meets_need(decision: Decision, saved: SavedTensor) -> bool:
     return saved.need in codec.preserves
 
 
+def is_like(decision: Decision, saved: SavedTensor) -> bool:
+    """Whether a value differs from the profiled one of its name in its shape alone, if at all."""
+    dtypes = {spec.partition(" ")[0] for spec in (decision.spec, str(saved.spec))}
+    return len(dtypes) == 1 and meets_need(decision, saved)
+
+
 def serves_decision(decision: Decision, saved: SavedTensor) -> bool:
     """Whether what was decided of a value may be done with one of another shape in its place, such as a last batch.
 
     An error was predicted for the profiled numbers only, a codec of another dtype may refuse the value, and what is
     larger was not meant to be kept.
     """
-    dtypes = {spec.partition(" ")[0] for spec in (decision.spec, str(saved.spec))}
-    if len(dtypes) > 1 or decision.error or not meets_need(decision, saved):
+    if decision.error or not is_like(decision, saved):
         return False
     return decision.kind != "keep" or saved.spec.nbytes <= decision.nbytes
 

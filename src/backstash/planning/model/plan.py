@@ -16,7 +16,15 @@ from typing import Any
 from torch import nn
 
 from backstash.errors import PlanError
-from backstash.planning.model.decision import LOSSLESS, Decision, action_of, fetches_of, meets_need, serves_decision
+from backstash.planning.model.decision import (
+    LOSSLESS,
+    Decision,
+    action_of,
+    fetches_of,
+    is_like,
+    meets_need,
+    serves_decision,
+)
 from backstash.planning.model.explain import diff, explain, html, plan_summary
 from backstash.planning.model.rounding import codec_named, word_has_error
 from backstash.planning.model.sealed import plain, restore, seal, shown, unseal
@@ -104,6 +112,7 @@ class Plan(Policy):
     _others: frozenset[str] = field(init=False, compare=False)
     _met: set[str] = field(init=False, compare=False, default_factory=set)
     _unknown: dict[str, int] = field(init=False, compare=False, default_factory=dict)  # bytes, in order of meeting
+    _strange: set[str] = field(init=False, compare=False, default_factory=set)
 
     is_fixed = True
 
@@ -191,6 +200,11 @@ class Plan(Policy):
         """Keys of values that a Session has met so far and that the plan does not know."""
         return tuple(self._unknown)
 
+    @property
+    def has_strange(self) -> bool:
+        """Whether any of them differ in more than their shapes: no such name was profiled, or it is read otherwise."""
+        return bool(self._strange)
+
     def notice(self) -> str:
         """Returns how the steps so far did not match the plan; empty if they did."""
         if not self._unknown:
@@ -241,6 +255,8 @@ class Plan(Policy):
             if decision is not None and decision.spec == str(saved.spec):
                 reason = "backward reads more of it than in the profiled step, or compares it with another bound"
             self._meet_unknown(saved, reason)
+            if decision is None or not is_like(decision, saved):
+                self._strange.add(saved.key)
         decision = decision or self._by_key.get(first_life)
         if decision is not None and saved.need is not Need.SHAPE and serves_decision(decision, saved):
             return action_of(decision, saved, self.store, False)
@@ -305,7 +321,11 @@ class Plan(Policy):
         error = math.hypot(self.error, *(decision.error for decision in more))
         others = tuple({*self.others, *other.others})
         least = min(self.min_nbytes, other.min_nbytes)
-        return replace(self, decisions=(*self.decisions, *more), others=others, error=error, min_nbytes=least)
+        found = replace(self, decisions=(*self.decisions, *more), others=others, error=error, min_nbytes=least)
+        if self.profile_fingerprint == other.profile_fingerprint:  # what was warned of is warned of once
+            found._unknown.update(other._unknown)
+            found._strange.update(other._strange)
+        return found
 
     def has_room_for(self, key: str) -> bool:
         """Returns whether the plan's peak lies elsewhere than where the value is read."""

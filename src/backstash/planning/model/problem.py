@@ -252,6 +252,11 @@ class StepProfile:
         """The time of a plain step: the sum over its positions."""
         return sum(position.seconds for position in self.positions)
 
+    @property
+    def trial_nbytes(self) -> int:
+        """About the most bytes that it takes to try a choice of a value, beside what the step has: two of its forms."""
+        return max((value.nbytes + _form_nbytes(value) for value in self.values), default=0)
+
     def fingerprint(self) -> str:
         """Returns a hash of what a step must have for a plan of this profile to fit it; times do not count."""
         values = [[v.key, v.spec, v.nbytes, [choice.name for choice in v.choices]] for v in self.values]
@@ -301,6 +306,11 @@ class StepProfile:
                 return f"the value {value.key!r} does not fit: {flaw}"
             keys.add(value.key)
         return None if children_first(self.values) is not None else "a value would be remade from itself"
+
+
+def _form_nbytes(value: PlannedValue) -> int:
+    """What it takes beside a value to make it again, to encode it twice, or to find that no codec pays."""
+    return max(value.nbytes, *(choice.workspace_nbytes + 2 * choice.held_nbytes for choice in value.choices[1:]), 0)
 
 
 def children_first(values: tuple[PlannedValue, ...]) -> list[int] | None:

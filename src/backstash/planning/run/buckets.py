@@ -95,6 +95,7 @@ class Bucket:
         margin: bytes of the budget that its plans leave free, because its steps reached more than was predicted.
         is_done: whether nothing remains to be measured.
         surveys: how often it was profiled.
+        recounts_from: from which of its steps on one is counted anew, because its values may have other shapes.
         met: how many of its steps have begun.
         courses: how often it was begun to measure it, since that was done to the end.
         offers: how often it was begun to record a step of it for the sake of others.
@@ -113,6 +114,7 @@ class Bucket:
     margin: int = 0
     is_done: bool = False
     surveys: int = 0
+    recounts_from: int = 0
     met: int = 0
     courses: int = 0
     offers: int = 0
@@ -138,6 +140,14 @@ class Bucket:
     def is_measured(self) -> bool:
         """Whether it was profiled."""
         return self.planner is not None and not self.is_predicted
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether its steps had values of which its plan knows nothing that could be done with them.
+
+        What was profiled serves values of the same names that have other shapes, as those of experts have.
+        """
+        return self.plan is not None and (self.plan.has_strange if self.is_measured else bool(self.plan.unknown))
 
     @property
     def plain_nbytes(self) -> int:

@@ -423,9 +423,10 @@ class Budgeted(Following):
         if found.plan is None and planned and not found.trouble:
             found = planned[-1].found
         escalated = sum(guard.escalated for guard in self._guards)
-        trouble = found.trouble or (MIXED if self.order.is_mixed else "")
-        predicted = sum(each.is_predicted for each in planned)
         course = self._course
+        told = "" if course is None else course.trouble
+        trouble = found.trouble or told or (MIXED if self.order.is_mixed else "")
+        predicted = sum(each.is_predicted for each in planned)
         progress = "" if course is None else f"no plan yet after {self.begun} forward passes: {course.stage}"
         found = replace(found, predicted=predicted, progress=progress)
         return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
@@ -536,12 +537,15 @@ class Budgeted(Following):
         return keeps or len(self.buckets.planners) > bucket.derived_from
 
     def _look_at(self, bucket: Bucket) -> None:
-        """Has a bucket profiled again whose last step did not match its plan."""
+        """Has a bucket profiled again whose last step did not match its plan, or counted if all but shapes did."""
         plan = bucket.plan
         most = MOST_SURVEYS if self.order.is_mixed else 2
-        if plan is not None and bucket.is_done and plan.unknown and bucket.surveys < most:
-            bucket.is_done = False
-            self.note_order(2 * MOST_CYCLES)
+        if plan is not None and bucket.is_done and plan.unknown:
+            if bucket.is_strange and bucket.surveys < most:
+                bucket.is_done = False
+                self.note_order(2 * MOST_CYCLES)
+            elif not bucket.is_strange and bucket.met >= bucket.recounts_from:
+                bucket.is_done, bucket.recounts_from = False, 2 * bucket.met
         for guard in self._guards:
             over = guard.most_excess - guard.room
             may_plan = bucket.planner is not None and bucket.is_done and not bucket.is_over
@@ -563,17 +567,23 @@ class Budgeted(Following):
     def helps(self, bucket: Bucket) -> bool:
         """Returns whether the profiles of other shapes may follow once one step of this one was recorded, as it may be.
 
-        Everything is kept in that step. So one that would take more than the budget is recorded only if it comes again
-        and again, or others have not come for as long as the first plan took, and nothing follows yet.
+        Everything is kept in that step, and tried. So one that would take more than the budget is recorded only if it
+        comes again and again, or others have not come for as long as the first plan took, and nothing follows yet.
         """
         largest = self.buckets.largest()
         if largest is None or not self._may_predict or not self.buckets.helps(bucket):
             return False
-        kept_nbytes = largest.plain_nbytes * size_ratio(largest.signature, bucket.signature, is_linear=True)
-        if kept_nbytes <= self.nbytes_of(largest.plain_nbytes):
+        if self.surveyed_nbytes(bucket) <= self.nbytes_of(largest.plain_nbytes):
             return True
         has_waited = bucket.met > MET or self.begun > 2 * largest.found.measured_passes
         return has_waited and not self.buckets.may_follow
+
+    def surveyed_nbytes(self, bucket: Bucket) -> float:
+        """What a step of a shape takes in which everything is kept and tried, in proportion to the largest profiled."""
+        largest = self.buckets.largest()
+        assert largest is not None and largest.planner is not None
+        nbytes = largest.plain_nbytes + largest.planner.profile.trial_nbytes
+        return nbytes * size_ratio(largest.signature, bucket.signature, is_linear=True)
 
     def _is_frequent(self, bucket: Bucket) -> bool:
         """Whether steps of a shape come often enough to be measured: one has to come again before others end that."""

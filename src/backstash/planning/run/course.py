@@ -256,6 +256,9 @@ class MeasuredLoop(Protocol):
     def helps(self, bucket: Bucket) -> bool:
         """As Budgeted.helps."""
 
+    def surveyed_nbytes(self, bucket: Bucket) -> float:
+        """As Budgeted.surveyed_nbytes."""
+
     def forget_nbytes(self) -> None:
         """As Budgeted.forget_nbytes."""
 
@@ -276,6 +279,7 @@ class Course:
 
     Attributes:
         stage: what it does now, in words.
+        trouble: why steps may not keep the budget meanwhile; empty if they do.
     """
 
     def __init__(self, owner: MeasuredLoop, bucket: Bucket, is_for_others: bool = False) -> None:
@@ -298,6 +302,7 @@ class Course:
         self._met: set[Bucket] = set()  # kinds of steps, since it began
         self._passed = 0  # forward passes of other shapes since the last one of its own
         self.stage = "the order of its passes is looked for"
+        self.trouble = ""
 
     def measures(self, bucket: Bucket) -> bool:
         """Whether steps of a bucket are those that it waits for."""
@@ -324,7 +329,7 @@ class Course:
             yield from self._record_for_others()
             return
         bucket, owner = self._bucket, self._owner
-        if bucket.planner is not None and (bucket.plan is None or not bucket.plan.unknown):
+        if bucket.planner is not None and not bucket.is_strange:
             yield from self._plan_within()  # the profile is known, and its plan needs more room or was not counted
         elif owner.given is not None and len(owner.buckets) == 1 and bucket.plan is None:
             owner.period, owner.forwards = max(1, owner.given.cycles), owner.given.cycles
@@ -456,13 +461,26 @@ class Course:
         if is_known:
             return
         if is_first or self._may_survey():
+            if not is_first:
+                self._tell_of_survey(bucket)
             yield from self._survey()
+            self.trouble = ""
             if self._bucket.planner is not None:
                 yield from self._plan_within()
                 if self._bucket is bucket and bucket.plan is not None:
                     owner.buckets.keep(fingerprint, bucket.plan)
         else:
             yield from self._count_derived()
+
+    def _tell_of_survey(self, bucket: Bucket) -> None:
+        """Tells where a step that is profiled although there is a plan may take more than the budget."""
+        owner = self._owner
+        largest = owner.buckets.largest()
+        assert largest is not None
+        nbytes = owner.surveyed_nbytes(bucket)
+        is_above = nbytes > owner.nbytes_of(largest.plain_nbytes)
+        is_told = f"a step of {bucket.inputs} is profiled with everything kept, which may take {size(int(nbytes))}"
+        self.trouble = is_told if is_above else ""
 
     def _may_survey(self) -> bool:
         """Whether a plain step of this bucket takes no more than one that has run already."""
@@ -583,7 +601,9 @@ class Course:
             assert self._keeping is not None
             owner.retire(self._keeping)
             self._bucket, self._keeping = recorded, None
+            self._tell_of_survey(recorded)
 
+        self._tell_of_survey(self._bucket)
         yield from self._record(watcher, lines, True, keep, stop)
         if self._keeping is not None:
             owner.retire(self._keeping)
@@ -731,7 +751,7 @@ class Course:
             try:
                 plan = planner.plan_so_far(nbytes) if is_so_far else planner.plan(nbytes)
             except BudgetError as error:
-                if tried or (bucket.plan is not None and not bucket.plan.unknown):
+                if tried or (bucket.plan is not None and not bucket.is_strange):
                     plan = planner.at_most(0)
                     if bucket.plan is not None and bucket.plan.peak_nbytes <= plan.peak_nbytes:
                         break
