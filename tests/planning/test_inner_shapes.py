@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backstash import Budgeted
-from backstash.planning.measure.survey import KeepForSurvey
+from backstash import Budgeted, Session
+from backstash.planning.measure.survey import KeepForSurvey, KindMeasurements, Survey
 from backstash.report.meter import CountedPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan .* was asked for")
@@ -94,3 +94,18 @@ def test_a_step_is_counted_whose_values_have_grown(compiles_nothing: None) -> No
     assert [bucket.surveys for bucket in loop.session.buckets] == [1] and loop.kept == 0
     loop.session.close()
     assert max(loop.peak(100 + 11 * each % 56, more=64) for each in range(20)) <= 1.05 * budget
+
+
+def test_choices_are_tried_until_no_step_has_a_new_name() -> None:
+    """One value in each step, and no value in the shapes of all steps."""
+    measured, surveys = KindMeasurements(), []
+    loop = Loop(Session(KeepForSurvey(1), min_nbytes=1024, stop_if_useless=False))
+    for number in range(60):
+        surveys.append(Survey(measured=measured, seconds=1e-9))
+        with loop.session.watched_by(surveys[-1]):
+            loop.step(64 + number)
+        if surveys[-1].is_complete:
+            break
+    names = {key for key, *_ in measured.values}
+    assert surveys[-1].is_complete and len(surveys) <= 2 * len(names) + 1
+    assert {key.split("/")[0] for key in names} >= {"0", "1.experts.0.1", "2.experts.1.1"}

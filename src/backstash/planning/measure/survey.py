@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,10 @@ which that is done."""
 SMALL = 4 << 10
 """Values of fewer bytes are not timed one by one: what is done with them takes as long as to call a kernel."""
 
+MOST_SHAPES = 2
+"""In how many shapes a value is tried before the recorded step. One that has another shape in each step, as those of
+experts have, is tried in that step anyway."""
+
 ValueKind = tuple[object, ...]
 """What tells whether two values are alike (Note: [kinds of values])."""
 
@@ -89,6 +94,7 @@ class KindMeasurements:
         recipes: seconds to find out how a value is remade, seconds to remake it, and whether the calls may run fused.
         values: what was found out about values whose codecs were all tried, by their keys, specs, needs and bytes:
             steps of other shapes may have been among those that tried them.
+        shapes: of how many of these each key is.
     """
 
     def __init__(self) -> None:
@@ -96,6 +102,7 @@ class KindMeasurements:
         self.fixed: dict[ValueKind, Rounded] = {}
         self.recipes: dict[ValueKind, tuple[float, float, bool]] = {}
         self.values: dict[tuple[str, TensorSpec, Need, int], SurveyedValue] = {}
+        self.shapes: Counter[str] = Counter()
 
 
 class Stopwatch:
@@ -322,7 +329,8 @@ class Survey(Births):
         nbytes = whole.untyped_storage().nbytes()
         place = value.key, facts.spec, facts.need, nbytes
         before = self._measured.values.get(place)
-        if self._seconds < math.inf and (before is not None or not self._may_try()):
+        is_known = before is not None or self._measured.shapes[value.key] == MOST_SHAPES
+        if self._seconds < math.inf and (is_known or not self._may_try()):
             return
         found = SurveyedValue(facts, nbytes, [Choice.keep(nbytes)]) if before is None else replace(before)
         self.found[value.key] = found
@@ -338,6 +346,7 @@ class Survey(Births):
                 if "offload" in self.tries and facts.need is not Need.SHAPE:
                     found.movable = _movable(value, found)
                 self._measured.values[place] = replace(found)  # without what it is remade from, which is alive
+                self._measured.shapes[value.key] += 1
             # Of a sign or an index a few bits are stored, and nothing begins from them.
             recipe = find_recipe() if facts.need is Need.VALUE else "backward reads few bits of it"
             if isinstance(recipe, Recipe):
