@@ -269,6 +269,7 @@ def test_steps_of_other_shapes_are_not_awaited_for_long() -> None:
 
 
 def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
+    """Or, where none does, the smallest of those that come again."""
     session = Budgeted("50%", min_nbytes=256)
     session.is_hurried = True
     loop = Loop(session)
@@ -284,6 +285,10 @@ def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
     assert session.helps(large)
     large.met = 0
     largest.found = replace(largest.found, measured_passes=1)
+    assert session.helps(large)
+    session._nbytes, small.met, large.met = 1, 3, 3  # as if none kept the budget
+    assert session.helps(small) and not session.helps(large)
+    small.offers = MOST_COURSES  # it was begun in vain
     assert session.helps(large)
     session.close()
 
@@ -308,4 +313,24 @@ def test_a_step_that_is_profiled_for_others_is_estimated_with_what_is_tried_in_i
         told.append(session.found.trouble)
     assert any("with everything kept, which may take" in each for each in told) and not told[-1]
     assert session.found.plan is not None
+    session.close()
+
+
+def test_the_smallest_shapes_are_profiled_where_others_take_more_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[str] = []
+    profile_of = course.Course._profile_of
+
+    def noted(self: course.Course, *args: Any) -> Any:
+        measured.append(self._bucket.inputs)
+        return profile_of(self, *args)
+
+    monkeypatch.setattr(course.Course, "_profile_of", noted)
+    session = Budgeted("50%", min_nbytes=256)
+    loop = Loop(session)
+    for length in [64, 48, 40, 32, 24] * 16:
+        loop.step(length)
+    assert measured == [f"int64 [8, {length}]" for length in (64, 24, 32)]
+    assert sum(bucket.is_predicted for bucket in session.buckets) == 2
     session.close()

@@ -516,7 +516,7 @@ class Budgeted(Following):
         if may_start and self.helps(bucket) and bucket.offers < MOST_COURSES:
             bucket.offers += 1
             self._start(Course(self, bucket, is_for_others=True))
-        elif may_start and (bucket.waits or not self.has_planned) and self._is_frequent(bucket):
+        elif may_start and (bucket.waits or not self.has_planned) and self._may_measure(bucket):
             bucket.courses += 1
             self._start(Course(self, bucket))
         self._is_other = not (self.takes_any or self._course is None or self._course.measures(bucket))
@@ -568,7 +568,8 @@ class Budgeted(Following):
         """Returns whether the profiles of other shapes may follow once one step of this one was recorded, as it may be.
 
         Everything is kept in that step, and tried. So one that would take more than the budget is recorded only if it
-        comes again and again, or others have not come for as long as the first plan took, and nothing follows yet.
+        comes again and again, or others have not come for as long as the first plan took, and nothing follows yet; and
+        none that is smaller comes again and again.
         """
         largest = self.buckets.largest()
         if largest is None or not self._may_predict or not self.buckets.helps(bucket):
@@ -576,7 +577,21 @@ class Budgeted(Following):
         if self.surveyed_nbytes(bucket) <= self.nbytes_of(largest.plain_nbytes):
             return True
         has_waited = bucket.met > MET or self.begun > 2 * largest.found.measured_passes
-        return has_waited and not self.buckets.may_follow
+        return has_waited and not self.buckets.may_follow and not self._awaits_smaller(bucket)
+
+    def _awaits_smaller(self, bucket: Bucket) -> bool:
+        """Whether a shape whose profile helps others as well, and takes more than the budget, is yet to be profiled.
+
+        As long as others that are smaller come again and again, their steps are recorded first.
+        """
+        largest = self.buckets.largest()
+        is_one_of_many = self.has_planned and self._may_predict and not self.buckets.may_follow
+        if largest is None or not is_one_of_many or not self.buckets.helps(bucket):
+            return False
+        nbytes = self.surveyed_nbytes(bucket)
+        come = [each for each in self.buckets if each.met > MET and not each.is_done and each.offers < MOST_COURSES]
+        smaller = [each for each in come if self.surveyed_nbytes(each) < nbytes and self.buckets.helps(each)]
+        return nbytes > self.nbytes_of(largest.plain_nbytes) and bool(smaller)
 
     def surveyed_nbytes(self, bucket: Bucket) -> float:
         """What a step of a shape takes in which everything is kept and tried, in proportion to the largest profiled."""
@@ -585,10 +600,12 @@ class Budgeted(Following):
         nbytes = largest.plain_nbytes + largest.planner.profile.trial_nbytes
         return nbytes * size_ratio(largest.signature, bucket.signature, is_linear=True)
 
-    def _is_frequent(self, bucket: Bucket) -> bool:
+    def _may_measure(self, bucket: Bucket) -> bool:
         """Whether steps of a shape come often enough to be measured: one has to come again before others end that."""
         if self.buckets.largest() is None:
             return True
+        if self._awaits_smaller(bucket):
+            return False
         is_one_of_few = len(self.buckets) <= PATIENCE
         return bucket.met > 1 and (is_one_of_few or bucket.met * PATIENCE >= sum(each.met for each in self.buckets))
 
