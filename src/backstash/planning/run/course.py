@@ -474,13 +474,11 @@ class Course:
 
     def _tell_of_survey(self, bucket: Bucket) -> None:
         """Tells where a step that is profiled although there is a plan may take more than the budget."""
-        owner = self._owner
+        owner, self.trouble = self._owner, ""
         largest = owner.buckets.largest()
-        assert largest is not None
-        nbytes = owner.surveyed_nbytes(bucket)
-        is_above = nbytes > owner.nbytes_of(largest.plain_nbytes)
-        is_told = f"a step of {bucket.inputs} is profiled with everything kept, which may take {size(int(nbytes))}"
-        self.trouble = is_told if is_above else ""
+        if largest is not None and (nbytes := owner.surveyed_nbytes(bucket)) > owner.nbytes_of(largest.plain_nbytes):
+            taken = size(int(nbytes))
+            self.trouble = f"a step of {bucket.inputs} is profiled with everything kept, which may take {taken}"
 
     def _may_survey(self) -> bool:
         """Whether a plain step of this bucket takes no more than one that has run already."""
