@@ -138,8 +138,8 @@ private:
 // Functions of Python, by their names; see replay/replaying.py.
 #define BACKSTASH_CALLBACKS(X) \
     X(take_in) X(read) X(begin_backward) X(claim) X(claim_weight) X(claim_input) X(modified) X(freed) X(assigned) X(stand_in) \
-    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(decode_bits) X(distrust) X(repeat) X(repeat_inside) X(enter_settings) X(leave_settings) \
-    X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
+    X(encode) X(decode) X(planes_nbytes) X(encode_bits) X(decode_bits) X(distrust) X(repeat) X(repeat_inside) X(enter_settings) \
+    X(leave_settings) X(take_back) X(name) X(random_state) X(number_of) X(compare) X(rare) X(before_end) X(affine) X(others) \
     X(check_reference) X(fetch) X(view) X(told) X(damaged) X(touched)
 
 // Memory for samples on an accelerator, many in one allocation.
