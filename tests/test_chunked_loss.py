@@ -351,7 +351,7 @@ def test_under_data_parallelism(options: dict[str, bool], monkeypatch: pytest.Mo
             for _ in range(2):
                 model.zero_grad()
                 parallel(IDS)[0].backward()
-        # gloo's thread asks for the interpreter to free what it has done, and the interpreter waits for that thread when the group ends.
+        # Gloo's thread takes the GIL to free what it has done, and who ends the group waits for it with the GIL.
         dist.barrier()
     finally:
         dist.destroy_process_group()
