@@ -463,6 +463,11 @@ class Session:
             self._live.min_nbytes = known.min_nbytes or MIN_NBYTES
             self._forward.recomputes = bool(self.policy.recomputes) and not known.saves_little
 
+    @property
+    def compares_with_idle(self) -> bool:
+        """Whether steps that lower little are timed beside idle ones, for whose hooks what was compiled would be anew."""
+        return self._stops_if_useless and not has_compiled()
+
     def _learn(self) -> None:
         """A step is over, or the Session is left: note what it may spare the next one."""
         known, step, encoder = self._names.learned, self._forward.step, self._encoder
@@ -488,7 +493,7 @@ class Session:
         is_equal = counted == known.counted
         does_nothing = (encoder.only_keep or has_no_use) and not encoder.is_looking and not compiled_any
         known.end_step(counted, does_nothing, saved_nbytes, lowered)
-        if self._stops_if_useless and counted[0] and not compiled_any:
+        if self.compares_with_idle and counted[0]:
             known.worth.end_step(is_equal, step)
         if self._chooses_min_nbytes and step.accounts and counted[0]:
             known.choose_min_nbytes((account.saved_nbytes for account in step.accounts), step.saved_nbytes)

@@ -14,6 +14,7 @@ from gradient_checks import differences
 from torch import Tensor, nn
 
 from backstash import Session, interpreter
+from backstash import session as sessions
 from backstash.capture.forward import Forward
 from backstash.policies import Keep, Recompute, Rules, get
 from backstash.remake.contents import Contents
@@ -104,9 +105,13 @@ def _long_ways(policy: str, cast: str, monkeypatch: pytest.MonkeyPatch) -> Count
 
 
 @pytest.mark.skipif(interpreter.module is None, reason="the interpreter is not built for this torch")
+@pytest.mark.parametrize("has_compiled", [False, True])
 @pytest.mark.parametrize("policy", ["lossless", "lossless_stored"])
-def test_a_settled_step_under_autocast_goes_no_long_way(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_settled_step_under_autocast_goes_no_long_way(
+    policy: str, has_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for cast in ("none", "bf16"):
+        monkeypatch.setattr(sessions, "has_compiled", lambda: has_compiled)
         assert not _long_ways(policy, cast, monkeypatch)
 
 

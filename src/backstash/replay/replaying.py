@@ -288,7 +288,7 @@ class Replaying:
         session = self._session()
         assert session is not None
         known = session._names.learned
-        if session._stops_if_useless and known.worth.is_open(step):
+        if session.compares_with_idle and known.worth.is_open(step):
             recorder.refuse("it lowers little of what the pass saves, and may not be worth its time")
         if not _is_steady(self._policy):
             recorder.refuse("the policy may say something else in each pass")
