@@ -465,7 +465,7 @@ class Session:
 
     @property
     def compares_with_idle(self) -> bool:
-        """Whether steps that lower little are timed beside idle ones, for whose hooks what was compiled would be anew."""
+        """Whether steps that lower little are timed beside idle ones, whose hooks would have all compiled once more."""
         return self._stops_if_useless and not has_compiled()
 
     def _learn(self) -> None:
