@@ -642,6 +642,18 @@ at::Tensor run_tree(Slot& slot, const Tree& tree, bool is_own, uint64_t settings
     return THPVariable_Unpack(result.get());
 }
 
+namespace {
+
+// Has it hold the data of its storage: see decode._hold.
+void hold_whole(Packed* packed, const at::Tensor& whole) {
+    const Layout& layout = packed->save->layout;
+    packed->dense = whole.as_strided(layout.sizes, layout.strides, layout.offset).detach();
+    packed->version = static_cast<int64_t>(packed->dense._version());
+    packed->has_original = false;
+}
+
+}  // namespace
+
 void hold_again(const std::shared_ptr<Slot>& slot) {
     at::Tensor whole = whole_of(slot, false, false).detach();
     Session& session = *slot->session;
@@ -657,11 +669,7 @@ void hold_again(const std::shared_ptr<Slot>& slot) {
     slot->leaves.clear();
     for (Packed* packed : slot->members) {
         packed->round = 0;
-        if (packed->modified >= 0) continue;
-        const Layout& layout = packed->save->layout;
-        packed->dense = whole.as_strided(layout.sizes, layout.strides, layout.offset).detach();
-        packed->version = static_cast<int64_t>(packed->dense._version());
-        packed->has_original = false;
+        if (packed->modified < 0) hold_whole(packed, whole);
     }
     slot->guard = whole;
     slot->guard_version = static_cast<int64_t>(whole._version());
@@ -771,10 +779,7 @@ void hand_over(const std::shared_ptr<Slot>& slot, const at::Tensor& read) {
             rest->members.push_back(each);
             continue;
         }
-        const Layout& layout = each->save->layout;
-        each->dense = whole.as_strided(layout.sizes, layout.strides, layout.offset).detach();
-        each->version = static_cast<int64_t>(each->dense._version());
-        each->has_original = false;
+        hold_whole(each, whole);
         each->slot = nullptr;
     }
 }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from backstash import Budgeted
 from backstash.planning.measure.survey import KeepForSurvey
 from backstash.planning.run import course
-from backstash.planning.run.buckets import MOST_COURSES
+from backstash.planning.run.buckets import MOST_COURSES, Bucket
 from backstash.report.meter import CountedPeak
 
 LENGTHS = [64, 48, 32, 40, 56, 64, 24]
@@ -268,18 +268,24 @@ def test_steps_of_other_shapes_are_not_awaited_for_long() -> None:
     session.close()
 
 
-def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
-    """Or, where none does, the smallest of those that come again."""
+def planned() -> tuple[Budgeted, Loop, Bucket]:
+    """A loop whose first shape has a plan; others have not been awaited for as long as that is said to have taken."""
     session = Budgeted("50%", min_nbytes=256)
     session.is_hurried = True
     loop = Loop(session)
     for _ in range(12):
         loop.step(64)
-    large, small = (session.buckets.of((((8, length), "int64"),)) for length in (48, 24))
-    assert session.has_planned and not session.buckets.may_follow
     largest = session.buckets.largest()
     assert largest is not None
-    largest.found = replace(largest.found, measured_passes=1000)  # others have not been awaited for so long
+    largest.found = replace(largest.found, measured_passes=1000)
+    return session, loop, largest
+
+
+def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
+    """Or, where none does, the smallest of those that come again."""
+    session, _, largest = planned()
+    large, small = (session.buckets.of((((8, length), "int64"),)) for length in (48, 24))
+    assert session.has_planned and not session.buckets.may_follow
     assert session.helps(small) and not session.helps(large)
     large.met = 3
     assert session.helps(large)
@@ -295,14 +301,8 @@ def test_shapes_help_whose_plain_steps_keep_the_budget() -> None:
 
 def test_a_step_that_is_profiled_for_others_is_estimated_with_what_is_tried_in_it() -> None:
     """And where it is profiled although that is above the budget, because none comes that fits, it is told."""
-    session = Budgeted("50%", min_nbytes=256)
-    session.is_hurried = True
-    loop = Loop(session)
-    for _ in range(12):
-        loop.step(64)
-    largest = session.buckets.largest()
-    assert largest is not None and largest.planner is not None
-    largest.found = replace(largest.found, measured_passes=1000)  # others have not been awaited for so long
+    session, loop, largest = planned()
+    assert largest.planner is not None
     tried = largest.planner.profile.trial_nbytes / largest.plain_nbytes
     assert tried > 0.05
     assert session.helps(session.buckets.of((((8, int(64 * 0.5 / (1 + 1.1 * tried))), "int64"),)))

@@ -254,7 +254,7 @@ class StepProfile:
 
     @property
     def trial_nbytes(self) -> int:
-        """About the most bytes that it takes to try a choice of a value, beside what the step has: two of its forms."""
+        """About the most bytes that it takes to try a choice of a value: what is made of it, and its forms."""
         return max((value.nbytes + _form_nbytes(value) for value in self.values), default=0)
 
     def fingerprint(self) -> str:
@@ -310,7 +310,7 @@ class StepProfile:
 
 def _form_nbytes(value: PlannedValue) -> int:
     """What it takes beside a value to make it again, to encode it twice, or to find that no codec pays."""
-    return max(value.nbytes, *(choice.workspace_nbytes + 2 * choice.held_nbytes for choice in value.choices[1:]), 0)
+    return max([value.nbytes, *(choice.workspace_nbytes + 2 * choice.held_nbytes for choice in value.choices[1:])])
 
 
 def children_first(values: tuple[PlannedValue, ...]) -> list[int] | None:

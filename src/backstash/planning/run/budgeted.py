@@ -574,7 +574,7 @@ class Budgeted(Following):
         largest = self.buckets.largest()
         if largest is None or not self._may_predict or not self.buckets.helps(bucket):
             return False
-        if self.surveyed_nbytes(bucket) <= self.nbytes_of(largest.plain_nbytes):
+        if self.surveyed_above(bucket) is None:
             return True
         has_waited = bucket.met > MET or self.begun > 2 * largest.found.measured_passes
         return has_waited and not self.buckets.may_follow and not self._awaits_smaller(bucket)
@@ -584,17 +584,23 @@ class Budgeted(Following):
 
         As long as others that are smaller come again and again, their steps are recorded first.
         """
-        largest = self.buckets.largest()
         is_one_of_many = self.has_planned and self._may_predict and not self.buckets.may_follow
-        if largest is None or not is_one_of_many or not self.buckets.helps(bucket):
+        nbytes = self.surveyed_above(bucket) if is_one_of_many and self.buckets.helps(bucket) else None
+        if nbytes is None:
             return False
-        nbytes = self.surveyed_nbytes(bucket)
         come = [each for each in self.buckets if each.met > MET and not each.is_done and each.offers < MOST_COURSES]
-        smaller = [each for each in come if self.surveyed_nbytes(each) < nbytes and self.buckets.helps(each)]
-        return nbytes > self.nbytes_of(largest.plain_nbytes) and bool(smaller)
+        return any(self._surveyed_nbytes(each) < nbytes and self.buckets.helps(each) for each in come)
 
-    def surveyed_nbytes(self, bucket: Bucket) -> float:
-        """What a step of a shape takes in which everything is kept and tried, in proportion to the largest profiled."""
+    def surveyed_above(self, bucket: Bucket) -> float | None:
+        """What a step of a shape takes in which everything is kept and tried, if above the budget; None if not."""
+        largest = self.buckets.largest()
+        if largest is None:
+            return None
+        nbytes = self._surveyed_nbytes(bucket)
+        return None if nbytes <= self.nbytes_of(largest.plain_nbytes) else nbytes
+
+    def _surveyed_nbytes(self, bucket: Bucket) -> float:
+        """The same wherever it lies, in proportion to the largest shape that was profiled."""
         largest = self.buckets.largest()
         assert largest is not None and largest.planner is not None
         nbytes = largest.plain_nbytes + largest.planner.profile.trial_nbytes

@@ -256,8 +256,8 @@ class MeasuredLoop(Protocol):
     def helps(self, bucket: Bucket) -> bool:
         """As Budgeted.helps."""
 
-    def surveyed_nbytes(self, bucket: Bucket) -> float:
-        """As Budgeted.surveyed_nbytes."""
+    def surveyed_above(self, bucket: Bucket) -> float | None:
+        """As Budgeted.surveyed_above."""
 
     def forget_nbytes(self) -> None:
         """As Budgeted.forget_nbytes."""
@@ -474,11 +474,10 @@ class Course:
 
     def _tell_of_survey(self, bucket: Bucket) -> None:
         """Tells where a step that is profiled although there is a plan may take more than the budget."""
-        owner, self.trouble = self._owner, ""
-        largest = owner.buckets.largest()
-        if largest is not None and (nbytes := owner.surveyed_nbytes(bucket)) > owner.nbytes_of(largest.plain_nbytes):
-            taken = size(int(nbytes))
-            self.trouble = f"a step of {bucket.inputs} is profiled with everything kept, which may take {taken}"
+        nbytes = self._owner.surveyed_above(bucket)
+        taken = "" if nbytes is None else size(int(nbytes))
+        told = f"a step of {bucket.inputs} is profiled with everything kept, which may take {taken}"
+        self.trouble = told if taken else ""
 
     def _may_survey(self) -> bool:
         """Whether a plain step of this bucket takes no more than one that has run already."""
