@@ -378,7 +378,10 @@ class Session:
 
     @contextmanager
     def watched_by(self, watcher: Watcher) -> Iterator[None]:
-        """Inside this context, ``watcher`` is told what the Session does with memory."""
+        """Inside this context, ``watcher`` is told what the Session does with memory.
+
+        No pass runs a script then, and only one that :meth:`settle_soon` has asked for is written down.
+        """
         before, self._live.watcher = self._live.watcher, watcher
         if self._replanned is None:
             self._reading.is_simple = False
@@ -547,7 +550,8 @@ class Session:
         elif is_early and replaying is not None:
             kind = "entered"
         passes = known.begin_pass(kind)
-        self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes)
+        may_run = self._live.watcher is None
+        self._is_replayed = replaying is not None and replaying.begin(passes, self._steps, self._live.nbytes, may_run)
         if self._is_replayed:
             known.runs = True
             self._forward.step = passes.step
@@ -558,7 +562,8 @@ class Session:
 
     def _may_be_known(self) -> bool:
         """Whether the pass that begins may run a script, or be written down."""
-        if self._replaying is None or self._live.watcher is not None or self._live.monitor is not None:
+        is_watched = self._live.watcher is not None and not self._names.learned.settles_soon
+        if self._replaying is None or is_watched or self._live.monitor is not None:
             return False
         if graphs.capture() is not None:
             self._replaying.abandon()

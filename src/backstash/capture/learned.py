@@ -447,6 +447,11 @@ class Learned:
         for each in with_script[: len(with_script) + 1 - MOST_SCRIPTS]:
             each.clear()
 
+    @property
+    def settles_soon(self) -> bool:
+        """Whether the next pass is written down in any case."""
+        return self._equal_passes == 0
+
     def settle_soon(self) -> None:
         """The next pass is written down (replay/) without waiting for equal ones, whatever its kind is."""
         self._equal_passes = 0

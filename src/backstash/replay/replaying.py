@@ -197,17 +197,18 @@ class Replaying:
 
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def begin(self, learned: Passes, number: int, others_nbytes: int) -> bool:
+    def begin(self, learned: Passes, number: int, others_nbytes: int, may_run: bool) -> bool:
         """A pass begins; returns whether it runs the script.
 
         Args:
             learned: of the model.
             number: of the step.
             others_nbytes: bytes that values hold which went the long way.
+            may_run: whether it may run a script at all.
         """
         self._outermost = None
         self._learned, self._is_over = learned, False
-        if learned.read is not None:
+        if learned.read is not None and may_run:
             is_same = learned.revision is self._policy.revision
             if learned.since < PERIOD and not learned.is_stale and is_same:
                 learned.since += 1

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -152,41 +152,10 @@ def profile(
                 stacklevel=2,
             )
 
-    plain_times: list[float] = []  # of a long step, once it is asked for
-    rehearsed: dict[object, Session] = {}
+    def session_under(policy: Policy, **options: Any) -> Session:
+        return Session(policy, model=model, min_nbytes=min_nbytes, **options)
 
-    def rehearse(policy: Policy) -> tuple[int, ...]:
-        session = Session(policy, model=model, min_nbytes=min_nbytes)
-        session.learns_anew = True  # as in training, whose first steps take more than those that settled
-        with _undone(step, models, link is not None) as runs:
-            runs.once(session)  # proves what it has to
-            events = _recorded(runs, session, Births())
-        if len(rehearsed) >= MOST_REHEARSED:
-            del rehearsed[next(iter(rehearsed))]
-        rehearsed[_what_is_done(policy)] = session
-        return tuple(position.most_nbytes for position in Timeline(events, device).positions)
-
-    def clock(policy: Policy) -> float:
-        known = rehearsed.get(_what_is_done(policy))
-        session = known or Session(policy, model=model, min_nbytes=min_nbytes)
-        with _undone(step, models, link is not None) as runs:
-            if seconds < LONG:
-                plain, own = _in_turns(step, runs.restore, session)
-                return own / plain
-            if known is None:
-                runs.once(session)
-            own = runs.settled(session)  # behind steps of its kind, as every plan that was just tried
-            if not plain_times:
-                plain_times.append(runs.second())
-            return own / plain_times[0]
-
-    def off_by(policy: Policy) -> float | None:
-        found = []
-        with _undone(step, models, link is not None) as runs:
-            for once in (runs.once, runs.once_as_given)[: 1 + runs.fills]:
-                session = Session(policy, model=model, min_nbytes=min_nbytes, check=1, check_limit=1e30)
-                found.append(_off_by(once, session))
-        return max((each for each in found if each is not None), default=None)
+    trials = _Trials(step, models, session_under, device, is_long=seconds >= LONG, waits=link is not None)
 
     @cache  # what belongs to a plan that was made with more is found again
     def tries_more(more: tuple[str, ...]) -> StepProfile:
@@ -203,18 +172,13 @@ def profile(
 
         return head, profile(in_chunks, model, allow=tries, min_nbytes=min_nbytes, device=device, offload_to=offload_to)
 
-    ways = {"rehearse": rehearse, "clock": clock, "off_by": off_by, "tries_more": tries_more, "reorders": reorders}
+    ways = {
+        **{"rehearse": trials.rehearse, "clock": trials.clock, "off_by": trials.off_by, "together": trials.together},
+        **{"tries_more": tries_more, "reorders": reorders},
+    }
     for name, way in ways.items():  # no fields: a profile is data, and these are the ways to more of it
         object.__setattr__(found, name, way)
     return found
-
-
-def _off_by(step: Callable[[], None], session: Session) -> float | None:
-    """By how much a Session makes the gradients of a step wrong; None where that cannot be measured."""
-    with session:
-        step()
-    errors = [found.error for found in session.report().gradient_error]
-    return max((error for error in errors if error is not None), default=None)
 
 
 def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, min_nbytes: int) -> dict[str, float]:
@@ -224,11 +188,6 @@ def _probed(step: Callable[[], None], survey: Survey, model: nn.Module | None, m
     with session.watched_by(probe.watcher), probe.waiting(), session:
         step()
     return probe.squares
-
-
-def _what_is_done(policy: Policy) -> object:
-    """Returns what tells plans apart of which a step takes another time."""
-    return tuple((each.key, each.choice) for each in policy.decisions) if isinstance(policy, Plan) else policy
 
 
 class _Runs:
@@ -288,16 +247,10 @@ class _Runs:
             self._is_first = False
             _require_undoable(self._state)
 
-    def second(self, session: Session | None = None) -> float:
-        """Returns the time of the second of two steps, which finds the heap as a step of its kind has left it."""
+    def twice(self, session: Session | None = None) -> None:
+        """Runs it twice: the second step, whose time is left, finds the heap as a step of its kind has left it."""
         self.once(session)
         self.once(session)
-        return self.seconds
-
-    def settled(self, session: Session) -> float:
-        """Returns the time of a step as training settles down to it (replay/), under a Session that has run before."""
-        session.settle_soon()
-        return self.second(session)
 
 
 @contextmanager
@@ -331,6 +284,103 @@ def _undone(step: Callable[[], object], models: list[nn.Module], waits: bool, is
             f"first step, or call cache_clear() before.",
             stacklevel=4,
         )
+
+
+class _Trials:
+    """Runs of a profiled step under plans, each of which is undone.
+
+    Args:
+        step: the step.
+        models: the models that it trains.
+        session: makes the Session of a policy.
+        device: where the profiled values are.
+        is_long: whether the step is timed in few runs.
+        waits: whether the time counts in which the step waits for a store.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        models: list[nn.Module],
+        session: Callable[..., Session],
+        device: str,
+        is_long: bool,
+        waits: bool,
+    ) -> None:
+        self._step, self._models, self._session, self._device = step, models, session, device
+        self._is_long, self._waits = is_long, waits
+        self._plain_seconds = 0.0  # of a long step, once it is asked for
+        self._rehearsed: dict[object, Session] = {}
+        self._latest: Session | None = None  # which has run the latest step, if that was a rehearsal
+        self._shared: ExitStack | None = None
+        self._runs: _Runs | None = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all trials share one copy of what the step changes."""
+        with ExitStack() as self._shared:
+            try:
+                yield
+            finally:
+                self._shared = self._runs = None
+
+    def _undone(self) -> AbstractContextManager[_Runs]:
+        if self._shared is None:
+            return _undone(self._step, self._models, self._waits)
+        if self._runs is None:
+            self._runs = self._shared.enter_context(_undone(self._step, self._models, self._waits))
+        return nullcontext(self._runs)
+
+    def rehearse(self, policy: Policy) -> tuple[int, ...]:
+        """Runs the step under a policy, and returns the most bytes that were alive at each position."""
+        session = self._session(policy)
+        session.learns_anew = True  # as in training, whose first steps take more than those that settled
+        with self._undone() as runs:
+            runs.once(session)  # proves what it has to
+            session.settle_soon()  # as training comes to it: the step after the next one runs programs
+            events = _recorded(runs, session, Births())
+        if len(self._rehearsed) >= MOST_REHEARSED:
+            del self._rehearsed[next(iter(self._rehearsed))]
+        self._rehearsed[_what_is_done(policy)] = self._latest = session
+        return tuple(position.most_nbytes for position in Timeline(events, self._device).positions)
+
+    def clock(self, policy: Policy) -> float:
+        """Runs plain steps and steps under a policy, and returns how many times as long the latter take."""
+        latest, self._latest = self._latest, None
+        known = self._rehearsed.get(_what_is_done(policy))
+        session = known or self._session(policy)
+        with self._undone() as runs:
+            if not self._is_long:
+                plain, own = _in_turns(self._step, runs.restore, session)
+                return own / plain
+            if known is not None and known is latest:
+                runs.once(session)  # behind steps of its kind, the last of which was written down
+            else:
+                if known is None:
+                    runs.once(session)
+                session.settle_soon()
+                runs.twice(session)
+            own = runs.seconds
+            if not self._plain_seconds:
+                runs.twice()
+                self._plain_seconds = runs.seconds
+            return own / self._plain_seconds
+
+    def off_by(self, policy: Policy) -> float | None:
+        """By how much a policy makes the gradients of the step wrong; None where that cannot be measured."""
+        self._latest, found = None, []
+        with _undone(self._step, self._models, self._waits) as runs:
+            for once in (runs.once, runs.once_as_given)[: 1 + runs.fills]:
+                session = self._session(policy, check=1, check_limit=1e30)
+                once(session)
+                errors = [found.error for found in session.report().gradient_error]
+                found += [error for error in errors if error is not None]
+        return max(found, default=None)
+
+
+def _what_is_done(policy: Policy) -> object:
+    """Returns what tells plans apart of which a step takes another time."""
+    return tuple((each.key, each.choice) for each in policy.decisions) if isinstance(policy, Plan) else policy
 
 
 def _require_undoable(state: StepState) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
@@ -204,6 +205,8 @@ class StepProfile:
             None for a profile that was read from a file. It is no part of the data.
         clock: as ``rehearse``: runs plain steps and steps under a policy in turns, and returns how many times as long
             the latter take.
+        together: a context in which ``rehearse`` and ``clock`` share one copy of what the step changes, which takes
+            time where weights are large; None for a profile that was read from a file.
 
     Raises:
         PlanError: the parts do not fit together.
@@ -235,6 +238,7 @@ class StepProfile:
     min_nbytes: int = MIN_NBYTES
     rehearse: ClassVar[Callable[[Any], tuple[int, ...]] | None] = None
     clock: ClassVar[Callable[..., float] | None] = None
+    together: ClassVar[Callable[[], AbstractContextManager[None]] | None] = None
     off_by: ClassVar[Callable[[Any], float | None] | None] = None
     tries_more: ClassVar[Callable[..., StepProfile] | None] = None
     reorders: ClassVar[Callable[[int], tuple[str, StepProfile]] | None] = None

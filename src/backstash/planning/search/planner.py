@@ -15,6 +15,7 @@ Note: [rehearsed plans]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -356,7 +357,8 @@ class Planner:
             solved = exact(self._model, nbytes, self._limit)
             chosen = solved if solved is not None and (chosen is None or solved.seconds < chosen.seconds) else chosen
         if self.profile.rehearse is not None:
-            chosen = self._rehearse(nbytes, chosen)
+            with (self.profile.together or nullcontext)():  # type: ignore[misc]  # no method
+                chosen = self._rehearse(nbytes, chosen)
         return chosen
 
     def _rehearse(self, budget: int, first: Solution | None) -> Solution | None:
