@@ -35,6 +35,42 @@ def test_a_full_disk_is_found_out_by_put(small_disk: Path) -> None:
     assert shutil.disk_usage(small_disk).used == 0
 
 
+def test_a_small_value_leaves_a_small_disk_to_others(small_disk: Path) -> None:
+    stores = [DiskStore(small_disk), DiskStore(small_disk)]
+    values = [value(1 << 20, seed=seed) for seed in range(2)]
+    tickets = [store.put(one) for store, one in zip(stores, values, strict=True)]
+    assert shutil.disk_usage(small_disk).free >= 6 << 20
+    for store, ticket, one in zip(stores, tickets, values, strict=True):
+        assert comes_back(store, ticket, one)
+        store.close()
+
+
+def test_a_reservation_that_fails_gives_back_what_it_has_taken(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = value(10_000, seed=1)
+    first = store.put(kept)
+    store.flush()
+    file = store._file
+    free, reserve = 24 << 20, os.posix_fallocate
+
+    def taking_all(descriptor: int, at: int, nbytes: int) -> None:
+        """As ext4 does, which has taken all that there was when it says that it is too little."""
+        reserve(descriptor, at, min(at + nbytes, free) - at)
+        if at + nbytes > free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", taking_all)
+    before = os.fstat(file._descriptor).st_blocks
+    with pytest.raises(StoreFullError, match="cannot grow"):
+        store.put(value(32 << 20, seed=2))
+    assert os.fstat(file._descriptor).st_blocks == before
+    large = value(18 << 20, seed=3)  # which fits, and what the file would take ahead does not
+    second = store.put(large)
+    store.flush()
+    assert comes_back(store, first, kept) and comes_back(store, second, large)
+
+
 def test_a_write_error_is_told_by_get_and_by_the_next_put(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, lost = value(10_000, seed=1), value(3 * BLOCK, seed=2)
     first = store.put(kept)

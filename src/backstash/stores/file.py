@@ -15,8 +15,8 @@ from pathlib import Path
 from backstash.errors import StoreError
 from backstash.stores.aligned import PAGE, aligned_memory, round_up
 
-_STEP = 256 << 20
-"""Bytes by which the file grows, if its capacity allows that."""
+_LEAST, _MOST = 4 << 20, 256 << 20
+"""Bytes by which the file grows, if its capacity allows that: as many as it has, within these limits."""
 
 
 class UnnamedFile:
@@ -47,13 +47,13 @@ class UnnamedFile:
         """Reserves space for at least ``nbytes``, so that a full disk raises an error here and not in a write.
 
         Raises:
-            OSError: the disk has no room for ``nbytes``.
+            OSError: the disk has no room for ``nbytes``; the file takes no more of it than before.
         """
         if nbytes <= self.nbytes:
             return
-        ample = round_up(nbytes, _STEP) if limit is None else min(round_up(nbytes, _STEP), max(limit, nbytes))
+        ample = round_up(nbytes, min(max(round_up(self.nbytes, PAGE), _LEAST), _MOST))
         try:
-            self._reserve(ample)
+            self._reserve(ample if limit is None else min(ample, max(limit, nbytes)))
         except OSError:
             self._reserve(nbytes)
 
@@ -105,6 +105,7 @@ class UnnamedFile:
                 os.posix_fallocate(self._descriptor, self.nbytes, nbytes - self.nbytes)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                    os.ftruncate(self._descriptor, self.nbytes)  # some file systems have taken all that was there
                     raise
         self.nbytes = nbytes
 
