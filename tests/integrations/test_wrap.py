@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import backstash as bs
 from backstash.errors import IntegrationError, SessionError, UnknownNameError
 from backstash.integrations.loop import session_of
+from backstash.papers.comet import comet
 from backstash.planning.measure.profiling import profile
 from backstash.planning.search.planner import plan
 
@@ -210,15 +211,34 @@ def test_a_copy_with_averaged_weights_trains_to_the_same_bits() -> None:
     assert_equal_bits(averaged(network()), averaged(bs.wrap(network(), min_nbytes=0)))
 
 
-def test_a_pickle_and_a_saved_model_are_loaded_wrapped() -> None:
-    model = bs.wrap(network(), "lossless", min_nbytes=0)
+@pytest.mark.parametrize("policy", ["lossless", "quantized", "comet with an optimizer"])
+def test_a_pickle_and_a_saved_model_are_loaded_wrapped(policy: str) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    model = bs.wrap(model, comet(sigma=0.02, optimizer=optimizer) if "comet" in policy else policy, min_nbytes=0)
+    train(model)
+    for parameter in model.parameters():
+        parameter.grad = None
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
         assert session_of(other) is not session_of(model)
-        assert_equal_bits(train(copy.deepcopy(bs.unwrap(copy.deepcopy(model)))), train(other))
+        if policy != "quantized":  # comet is exact at first
+            assert_equal_bits(train(copy.deepcopy(bs.unwrap(copy.deepcopy(model)))), train(other))
+        else:
+            train(other)
         assert session_of(other).report().ratio > 1
+        assert repr(session_of(other).policy) == repr(session_of(model).policy)
+
+
+def test_a_copy_of_comet_begins_anew_without_the_optimizer() -> None:
+    model = network()
+    policy = comet("conv+norm", 0.02, 7, "sz", torch.optim.Adam(model.parameters()), cosine=0.9, samples=1)
+    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), copy.copy(policy)):
+        assert repr(other) == repr(policy) and other.optimizer is None
+        assert (other.cosine, other.samples, other.recomputes) == (0.9, 1, True)
+        assert not other.bounds and not other.history
 
 
 def test_a_shallow_copy_runs_itself_and_not_the_model_that_it_was_copied_from() -> None:

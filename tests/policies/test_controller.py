@@ -56,6 +56,40 @@ def test_the_measured_deviation_is_the_predicted_deviation() -> None:
     assert all(record.cosine is not None and record.cosine > 0.99 for record in measured)
 
 
+@pytest.mark.parametrize("layers", ["conv", "linear", "norm", "conv+linear+norm"])
+def test_what_is_in_double_precision_is_exact_beside_what_is_not(layers: str) -> None:
+    class Both(nn.Module):
+        """A network in single precision with a head in double precision."""
+
+        def __init__(self, body: nn.Module, head: nn.Module) -> None:
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Images to classes."""
+            return self.head(self.body(x).double())
+
+    def run(policy: Any, body: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        head = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+        model = Both(body, head.double())
+        session = Session(policy, model=model, min_nbytes=0)
+        for x, target in batches(12):
+            model.zero_grad()
+            with session:
+                loss = F.cross_entropy(model(x.to(next(body.parameters()).dtype)), target)
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    policy = comet(layers, every=2)
+    run(policy, network())
+    assert bool(policy.bounds) == (layers != "norm")  # of which the body has none
+    assert not any(key.startswith("head") for key in policy.bounds)
+    policy = comet(layers, every=2)
+    exact, found = run("keep", network().double()), run(policy, network().double())
+    assert not policy.bounds and all(map(torch.equal, exact, found))
+
+
 def test_bounds_over_time_are_on_record() -> None:
     model = network()
     policy = comet(every=8)

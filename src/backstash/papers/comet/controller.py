@@ -7,12 +7,14 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backstash.codecs import Codec, Signed, Sz, Szp
+from backstash.codecs.base import SINGLES
 from backstash.codecs.numbers import Scalars
 from backstash.codecs.sz import KeptModel
 from backstash.errors import UnknownNameError
@@ -184,7 +186,8 @@ class Comet(Policy):
 
     A step is a forward pass under a Session. Gradients may be clipped, unscaled or added up over several passes before
     the optimizer's step: the policy sees what becomes of them there (``momentum.py``), and the deviation is a share of
-    the momentum all the same. Use one Comet for each model; it may go through several Sessions.
+    the momentum all the same. Use one Comet for each model; it may go through several Sessions. A copy of it, also by
+    pickle, begins anew and has no optimizer, because the copy of a model has other weights than the optimizer's.
 
     Args:
         layers: ``"conv"``, ``"linear"``, ``"norm"`` (batch norms that use the batch's statistics), or several of them:
@@ -285,6 +288,10 @@ class Comet(Policy):
         self._lag = 0  # steps by which what a collection finds is evaluated later than at the next step
         self._collecting = False
         self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(Comet, cosine=self.cosine, samples=self.samples, recompute=self.recomputes)
+        return made, (self.layers, self.sigma, self.every, self.codec)
 
     def __repr__(self) -> str:
         return f"comet(layers={self.layers!r}, sigma={self.sigma}, every={self.every}, codec={self.codec!r})"
@@ -391,7 +398,7 @@ class Comet(Policy):
 
     def watch(self, saved: SavedTensor, node: Any, x: Tensor) -> None:
         """In a collecting step, hook the node of a layer, so that its gradients are noted when it runs."""
-        if (saved.op, saved.role) not in self._readers or not x.is_floating_point():
+        if (saved.op, saved.role) not in self._readers or x.dtype not in SINGLES:  # others are stored exactly
             return
         self._lag = 0 if x.is_cpu else 1
         if not self._collecting:
