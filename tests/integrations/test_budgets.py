@@ -176,6 +176,14 @@ def test_an_allocation_that_fails_in_a_wrapped_model_is_repeated_once() -> None:
     assert isinstance(session, Budgeted) and session.found.retried == 1
 
 
+def test_a_budget_that_saw_no_step_says_so() -> None:
+    model = bs.wrap(Network(), budget="80%")
+    model.eval()(batch(0)).sum().backward()  # evaluation alone
+    assert "no training step was seen" in str(session_of(model).report())
+    model.train()(batch(0)).sum().backward()
+    assert "no training step was seen" not in str(session_of(model).report())
+
+
 # -- Hugging Face ----------------------------------------------------------------------------------------------------
 
 

@@ -428,6 +428,8 @@ class Budgeted(Following):
         trouble = found.trouble or told or (MIXED if self.order.is_mixed else "")
         predicted = sum(each.is_predicted for each in planned)
         progress = "" if course is None else f"no plan yet after {self.begun} forward passes: {course.stage}"
+        if not self.begun:
+            progress = "no training step was seen, so none was planned: no forward pass has begun within the budget"
         found = replace(found, predicted=predicted, progress=progress)
         return replace(found, shapes=len(planned), escalated=escalated, retried=self._retried, trouble=trouble)
 
