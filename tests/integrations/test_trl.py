@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 from backstash.integrations.huggingface import attach
 
@@ -70,6 +71,12 @@ def trainer(kind: str, folder: Path, **settings: Any) -> Any:
     elif kind == "dpo":
         columns = {"prompt": ["a b"] * 16, "chosen": texts, "rejected": texts[::-1]}
         data, made = Dataset.from_dict(columns), (DPOTrainer, DPOConfig, {"ref_model": model()})
+    elif kind == "online":
+        data, made = (
+            Dataset.from_dict({"prompt": texts}),
+            (OnlineDPOTrainer, OnlineDPOConfig, {"reward_funcs": variety}),
+        )
+        common |= {"max_new_tokens": 6}
     else:
         data, made = Dataset.from_dict({"prompt": texts}), (GRPOTrainer, GRPOConfig, {"reward_funcs": variety})
         common |= {"num_generations": 4, "max_completion_length": 8}
@@ -89,7 +96,7 @@ def train(trained: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "online"])
 def test_training_gives_the_same_bits(kind: str, checkpointing: bool, tmp_path: Path) -> None:
     """TRL has checkpoints on unless it is told otherwise."""
     settings = {"gradient_checkpointing": checkpointing}
@@ -103,7 +110,7 @@ def test_training_gives_the_same_bits(kind: str, checkpointing: bool, tmp_path: 
     assert installed() == []
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "online"])
 def test_a_budget_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
     settings = {"gradient_checkpointing": False, "max_steps": 14}
     plain, attached = (trainer(kind, tmp_path, **settings) for _ in range(2))

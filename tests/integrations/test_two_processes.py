@@ -282,7 +282,13 @@ def with_huggingface() -> dict[str, str]:
 
     logging.set_verbosity_error()
 
-    def run(policy: str | None, **settings: Any) -> Outcome:
+    class OwnStep(Trainer):  # type: ignore[misc]
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss: Tensor = model.train()(**self._prepare_inputs(inputs)).loss
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    def run(policy: str | None, kind: type[Trainer] = Trainer, **settings: Any) -> Outcome:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.manual_seed(0)
@@ -304,7 +310,7 @@ def with_huggingface() -> dict[str, str]:
                 **settings,
             )
             data: Any = [{"input_ids": text, "labels": text} for text in texts]
-            trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+            trainer = kind(GPT2LMHeadModel(config), arguments, train_dataset=data)
             attachment = attach(trainer, policy, min_nbytes=0, print_report=False) if policy else None
             torch.manual_seed(2)
             trainer.train()
@@ -317,7 +323,12 @@ def with_huggingface() -> dict[str, str]:
         "fsdp": "full_shard auto_wrap",
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
     }
-    return {"DDP": compare(run), "FSDP2": compare(lambda policy: run(policy, **fsdp))}
+    return {
+        "DDP": compare(run),
+        "DDP, own step": compare(lambda policy: run(policy, OwnStep)),
+        "FSDP2": compare(lambda policy: run(policy, **fsdp)),
+        "FSDP2, own step": compare(lambda policy: run(policy, OwnStep, **fsdp)),
+    }
 
 
 PROGRAMS = {

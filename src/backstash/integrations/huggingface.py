@@ -6,23 +6,43 @@ trainer. The same method serves evaluation, so it opens a Session only for a mod
 
 With a budget it is ``compute_loss`` that is replaced, because there the batch is known, by whose shapes a step is
 recognised, and the forward pass can be repeated when an allocation has failed in it.
+
+Note: [trainers that pass by]
+    A class derived from ``Trainer`` may run its step, or its whole loop, without either method: TRL's OnlineDPOTrainer
+    generates, calls the model, a reference model and functions of rewards, and starts the backward pass, all inside of
+    its ``training_step``. There the Session opens for each training call of the model, as :func:`backstash.wrap` does
+    it. It is not opened around ``training_step`` as a whole: generation would run inside of it, a forward pass with
+    its backward pass could not be repeated when an allocation has failed, and whether the model is in training mode
+    and what it is called with is known no earlier.
+
+    The calls of a model are followed only where the code of the class says that the method is passed by, and no longer
+    than until the method is entered. In an ordinary trainer generation may come first, and be compiled: its model is
+    to be what it is without us. The code is read for the names that it uses, so the forecast can be wrong. That is
+    found out at the first optimizer step, which is warned of if no Session was opened before it.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
+import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate.utils import DynamoBackend
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from backstash.capture import modules
 from backstash.errors import IntegrationError
 from backstash.integrations.attaching import figures, is_training, session_for
+from backstash.integrations.loop import TrainingWindow
 from backstash.planning.run.budgeted import Budgeted
 from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.stash.ledger import Report
+from backstash.torch_internals import COMPILED_CALL, MODULE_CALL
 
 _METHOD = "compute_loss_context_manager"
 _METHOD_WITHIN = "compute_loss"
@@ -45,6 +65,8 @@ class TrainerAttachment(TrainerCallback):  # type: ignore[misc]
         self._method = _METHOD_WITHIN if isinstance(session, Budgeted) else _METHOD
         self._had = trainer.__dict__.get(self._method)  # where the program has replaced the method itself
         self._original = getattr(trainer, self._method)
+        self._calls: _ModelCalls | None = None  # where the method is passed by
+        self._has_opened = self._is_told = False  # in this training
 
     def report(self) -> Report:
         """The accounts of the last training step."""
@@ -60,6 +82,7 @@ class TrainerAttachment(TrainerCallback):  # type: ignore[misc]
         """Puts back what was there before."""
         if isinstance(self.session, Budgeted):
             self.session.close()
+        self._ignore_calls()
         if self._had is None:
             del self._trainer.__dict__[self._method]
         else:
@@ -71,6 +94,7 @@ class TrainerAttachment(TrainerCallback):  # type: ignore[misc]
         stack: ExitStack = self._original()
         model: Any = self._trainer.model  # another one in each trial of a search
         if is_training(model):
+            self._enter_method()
             try:
                 stack.enter_context(self.session)
             except BaseException:
@@ -84,13 +108,82 @@ class TrainerAttachment(TrainerCallback):  # type: ignore[misc]
         training: Any = self._trainer.model
         if not is_training(training):
             return self._original(model, inputs, *args, **kwargs)
+        self._enter_method()
         return session.call(model, self._original, model, inputs, *args, **kwargs)
+
+    def _enter_method(self) -> None:
+        """The replaced method is entered for training, so the calls of the model need not be followed."""
+        if not self._has_opened:
+            self._ignore_calls()
+        self._has_opened = True
+
+    def enter_call(self) -> Session | Budgeted:
+        """A training call of the model begins that no method of the trainer has opened a Session for."""
+        self._has_opened = True
+        return self.session
+
+    def _follow_calls(self) -> bool:
+        """Has each training call of the model open the Session. Returns False if its calls cannot be followed."""
+        self._ignore_calls()
+        model: Any = self._trainer.model  # another one in each trial of a search
+        if not isinstance(model, nn.Module) or MODULE_CALL in model.__dict__ or getattr(model, COMPILED_CALL, None):
+            return False
+        if self._trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            return False
+        self._calls = model.__dict__[MODULE_CALL] = _ModelCalls(model, self)
+        return True
+
+    def _ignore_calls(self) -> None:
+        calls, self._calls = self._calls, None
+        model = None if calls is None else calls.model
+        if model is not None and model.__dict__.get(MODULE_CALL) is calls:
+            del model.__dict__[MODULE_CALL]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Looks at the settings once more: they may have changed since the trainer was attached."""
         _check_settings(args)
+        self._has_opened = self._is_told = False
+        self._ignore_calls()
+        if _passes_by(self._trainer, self._method):
+            self._follow_calls()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Warns if no Session was opened before the first optimizer step.
+
+        Raises:
+            IntegrationError: the same, under a strict budget.
+        """
+        if self._has_opened or self._is_told or modules.is_active():  # a Session around the training sees it all
+            return
+        self._is_told = True
+        trainer, model = type(self._trainer).__name__, type(self._trainer.model).__name__
+        kept = "The step took the memory of plain PyTorch"
+        if isinstance(self.session, Budgeted):
+            kept += f", and budget={self.session.budget!r} is not kept"
+        said = (
+            f"attach was asked to run the training steps of {trainer} under a Session, but the first optimizer step "
+            f"came and no Session had been opened: this trainer has neither entered {self._method}() nor, as far as "
+            f"can be seen, called its {model} as a whole, in training mode and with grad mode on. {kept}. In "
+            f"training_step, call self.compute_loss(...) inside of `with self.compute_loss_context_manager():`, or "
+            f"leave attach out and put a backstash.Session around what it calls."
+        )
+        if isinstance(self.session, Budgeted) and self.session.strict:
+            raise IntegrationError(said)
+        if self._calls is None and self._follow_calls():
+            said += f" From now on calls of the whole {model} open a Session."
+        warnings.warn(said, stacklevel=2)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The same for a loop that calls back only after the optimizer's step.
+
+        Raises:
+            IntegrationError: as :meth:`on_pre_optimizer_step`.
+        """
+        self.on_pre_optimizer_step(args, state, control, **kwargs)
 
     def on_log(
         self,
@@ -111,10 +204,38 @@ class TrainerAttachment(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prints the report of the last step, on the first process."""
+        self._ignore_calls()
         if isinstance(self.session, Budgeted):
             self.session.close()
         if self._print_report and state.is_world_process_zero:
             print(self.report())
+
+
+class _ModelCalls(TrainingWindow):
+    """Stands for the ``_call_impl`` of a trainer's model: its training calls open the trainer's Session.
+
+    Copies of the model, such as averages of its weights that a callback makes, are called as they are.
+
+    Args:
+        model: the model; None where a copy is read.
+        attachment: that of the trainer; None for a copy.
+    """
+
+    def __init__(self, model: nn.Module | None = None, attachment: TrainerAttachment | None = None) -> None:
+        super().__init__(model, "keep", None, {})
+        # Weak, as the model: where training was interrupted, the model is not to hold the trainer and its optimizer.
+        self._attachment = None if attachment is None else weakref.ref(attachment)
+
+    def session_for_call(self, model: nn.Module) -> Session | Budgeted | None:
+        """Returns the Session of the trainer; None for a copy of its model, and where the trainer is gone."""
+        attachment = None if self._attachment is None else self._attachment()
+        return attachment.enter_call() if attachment is not None and model is self.model else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModelCalls:
+        return _ModelCalls()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ModelCalls, ()
 
 
 def attach(
@@ -126,6 +247,9 @@ def attach(
     **options: Any,
 ) -> TrainerAttachment:
     """Has a trainer run the forward pass and the loss of each training step under a Session.
+
+    Where a class derived from Trainer calls its model without ``compute_loss_context_manager`` (with a budget, without
+    ``compute_loss``), the Session is open during these calls (Note: [trainers that pass by]).
 
     Evaluation, prediction and generation run without one. ``backstash/stash_mib``, ``backstash/peak_mib`` and
     ``backstash/ratio`` are logged with the loss, and the report is printed when training ends. The trainer stays
@@ -148,7 +272,8 @@ def attach(
         UnknownNameError: no policy has that name.
 
     Warns:
-        UserWarning: ``torch_compile`` is set, so that a Session finds little to store.
+        UserWarning: ``torch_compile`` is set, so that a Session finds little to store; or later, no Session was open
+            before the first optimizer step. If the budget is ``strict``, that is an IntegrationError of ``train()``.
     """
     asked = (policy, budget, print_report, options)
     existing = _attachment(trainer)
@@ -246,6 +371,29 @@ def _attachment(trainer: Trainer) -> TrainerAttachment | None:
         )
     found = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, TrainerAttachment)]
     return found[0] if found else None
+
+
+def _passes_by(trainer: Trainer, method: str) -> bool:
+    """Returns whether the code of a trainer names no way to a method (Note: [trainers that pass by])."""
+    return not (_leads_to(trainer, "training_step", method) and _leads_to(trainer, "train", "_inner_training_loop"))
+
+
+def _leads_to(trainer: Trainer, name: str, goal: str) -> bool:
+    """Returns whether a method, or the one of a base class that it calls by ``super()``, names the other one."""
+    own: Any = trainer.__dict__.get(name)
+    found = [own] if own is not None else []
+    for kind in type(trainer).__mro__:
+        if kind is Trainer:
+            break
+        found += [vars(kind)[name]] if name in vars(kind) else []
+    for each in found:
+        code = getattr(inspect.unwrap(each), "__code__", None)
+        names = () if code is None else code.co_names
+        if goal in names:
+            return True
+        if name not in names or "super" not in names:  # `model.train()` is another one
+            return False
+    return True
 
 
 def _check_settings(args: TrainingArguments) -> None:

@@ -80,6 +80,10 @@ class TrainingWindow:
             self._session = session_for(policy, budget, **options)
         return self._session
 
+    def session_for_call(self, model: nn.Module) -> Session | Budgeted | None:
+        """Returns what opens for a training call of a model in whose dictionary this is; None for nothing."""
+        return self.of(model).session
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
         model = self.model
@@ -90,7 +94,9 @@ class TrainingWindow:
         call = getattr(type(model), MODULE_CALL)  # looked up at each call, since FSDP2 changes a model's class
         if getattr(model, REPLICA, False) or not is_training(model):
             return call(model, *args, **kwargs)
-        session = self.of(model).session
+        session = self.session_for_call(model)
+        if session is None:
+            return call(model, *args, **kwargs)
         if isinstance(session, Budgeted):
             return session.call(model, functools.partial(call, model), *args, **kwargs)
         with session:
