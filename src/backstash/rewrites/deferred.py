@@ -321,18 +321,23 @@ def _index(logits: Deferred, index: Any) -> Deferred | None:
     if type(index) is Tensor and index.dtype in (torch.bool, torch.int64):
         taken = index.dim() if index.dtype is torch.bool else 1
         return logits.of(logits.hidden[index]) if index.dim() > 0 and taken < logits.dim() else None
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(part, (slice, int)) or part is Ellipsis for part in parts):
-        return None
+    parts = list(index) if isinstance(index, tuple) else [index]
     explicit = sum(part is not Ellipsis for part in parts)
-    reaches_classes = Ellipsis in parts or explicit == logits.dim()
-    if not reaches_classes or parts[-1] is Ellipsis or parts[-1] == slice(None):
-        return logits.of(logits.hidden[index])
-    first, call = parts[-1], logits.call
+    # A bool is an int in Python, but as an index it makes a dimension.
+    if not all(part is Ellipsis or (isinstance(part, (slice, int)) and not isinstance(part, bool)) for part in parts):
+        return None
+    if explicit > logits.dim() or len(parts) > explicit + 1:
+        return None
+    # One part for each dimension: an Ellipsis stands for as many as are left, which may be none.
+    split = parts.index(Ellipsis) if explicit < len(parts) else len(parts)
+    rows = [*parts[:split], *[slice(None)] * (logits.dim() - explicit), *parts[split + 1 :]]
+    first, call = rows.pop(), logits.call
+    hidden = logits.hidden[(*rows, slice(None))]
+    if first == slice(None):
+        return logits.of(hidden)
     is_first = isinstance(first, slice) and isinstance(first.stop, int) and (first.start, first.step) == (None, None)
     if not is_first or first.stop <= 0 or any(step.kind == "plus" for step in logits.steps):
         return None
-    hidden = logits.hidden[(*parts[:-1], slice(None))]
     bias = None if call.bias is None else call.bias[: first.stop]
     return Deferred(hidden, replace(call, weight=call.weight[: first.stop], bias=bias), logits.steps)
 
