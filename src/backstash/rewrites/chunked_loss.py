@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from backstash.arguments import check_count, check_model, check_step
 from backstash.capture import modules
 from backstash.errors import RewriteError
-from backstash.rewrites.deferred import Deferred, HeadCall, Tally
+from backstash.rewrites.deferred import HeadCall, Tally
 from backstash.rewrites.differences import largest_distance, rounding_limit
 from backstash.rewrites.trials import Trials
 from backstash.torch_internals import break_graphs_at
@@ -105,7 +105,7 @@ class _HeadForward:
         if _has_backward_hooks():
             self.tally.whole.setdefault("a backward hook of a module")
             return F.linear(hidden, weight, bias)
-        return Deferred(hidden, HeadCall.begin(hidden, weight, bias, self.chunk_nbytes, self.tally))
+        return HeadCall.defer(hidden, weight, bias, self.chunk_nbytes, self.tally)
 
 
 def _has_backward_hooks() -> bool:

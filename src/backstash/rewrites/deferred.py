@@ -48,8 +48,8 @@ class HeadCall:
     """One call of a head.
 
     Attributes:
-        weight: the head's weight, [classes, d].
-        bias: the head's bias, [classes], or None.
+        weight: the head's weight as it was then (see as_now), [classes, d].
+        bias: the head's bias as it was then, [classes], or None.
         chunk_nbytes: bytes of logits that may exist at a time.
         product: the dtype in which the product is computed.
         versions: what the product is of, and its version then.
@@ -64,10 +64,13 @@ class HeadCall:
     tally: Tally
 
     @classmethod
-    def begin(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_nbytes: int, tally: Tally) -> HeadCall:
-        """Returns the call that computes the logits of ``hidden`` now, [..., d]."""
+    def defer(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_nbytes: int, tally: Tally) -> Deferred:
+        """Returns the logits of ``hidden``, [..., d], as they are now: all three may be something else at the loss."""
         read = (x for x in (hidden, weight, bias) if x is not None and not x.is_inference())
-        return cls(weight, bias, chunk_nbytes, product_dtype(hidden), tuple((x, x._version) for x in read), tally)
+        versions = tuple((x, x._version) for x in read)
+        product = product_dtype(hidden)
+        hidden, weight, bias = as_now(hidden), as_now(weight), None if bias is None else as_now(bias)
+        return Deferred(hidden, cls(weight, bias, chunk_nbytes, product, versions, tally))
 
     def check(self) -> None:
         """Checks that the product still has the numbers that it had when the head was called.
@@ -83,11 +86,20 @@ class HeadCall:
             )
 
 
+def as_now(x: Tensor) -> Tensor:
+    """Returns a view of ``x`` that keeps what a product would keep: the memory, and whether it asks for a gradient.
+
+    A program may freeze or thaw a layer between its call and the loss, or give ``x.data`` other memory. In plain
+    PyTorch the logits are computed by then, from the numbers and for the gradients that were there at the call.
+    """
+    return x.view_as(x)
+
+
 class Deferred(Tensor):
     """Logits that are not computed yet (Note: [deferred logits]).
 
     Attributes:
-        hidden: the head's input, [..., d].
+        hidden: the head's input as it was at the call, [..., d].
         call: the call of the head.
         steps: what is done to the logits.
         with_grad: whether the program had gradients enabled.
@@ -350,7 +362,7 @@ def _add(logits: Deferred, other: object, **named: Any) -> Deferred | None:
     if named or other.shape != call.weight.shape[:1]:
         return None
     versions = (*call.versions, (other, other._version))
-    return Deferred(logits.hidden, replace(call, bias=other, versions=versions))
+    return Deferred(logits.hidden, replace(call, bias=as_now(other), versions=versions))
 
 
 def _to(logits: Deferred, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Deferred | None:
