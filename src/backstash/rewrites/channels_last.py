@@ -10,7 +10,8 @@ Note: [another order of sums]
     Therefore a proof can only say that nothing else differs. A model that takes the order of memory for the order of
     dimensions (``as_strided``, a ``view`` after a permutation, code that writes through pointers) computes other
     numbers altogether, or raises an error. So the distance of all numbers of a step is compared with what rounding
-    explains: the square root of the smallest relative difference that the dtype has.
+    explains: the square root of the smallest relative difference that the dtype has. That is the coarsest dtype in
+    which the step computes (see step_dtypes.py): under autocast products round to bfloat16, and gradients are float32.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def channels_last(
             ``.grad`` behind. Its result, the loss, is compared as well. It must not open ``session`` itself.
         session: the Session that the model will be trained under, or one like it. The steps run inside of it.
         tolerance: the largest relative distance between the layouts. Default: the square root of the dtype's ``eps``,
-            of the coarsest dtype among the gradients.
+            of the coarsest dtype in which the step computes, such as that of autocast. Roundings to bfloat16 or float16
+            add up to more in deep networks: prove those on a step in float32.
 
     Returns:
         The convolutions that were changed, and how far apart the layouts are.
@@ -133,7 +135,7 @@ def channels_last(
     try:
         trials.establish()
         trials.repeat()
-        limit = rounding_limit(trials.plain.values()) if tolerance is None else tolerance
+        limit = rounding_limit(trials.plain.values(), trials.computed) if tolerance is None else tolerance
         plain, trials.plain = trials.plain, {}
         for weight in weights:
             weight.change()
@@ -142,8 +144,8 @@ def channels_last(
         if rewrite.distance > limit:
             raise RewriteError(
                 f"channels_last was asked to change the layout of {type(model).__name__}, but {rewrite.where} is "
-                f"{rewrite.distance:.2g} of its length away then, where {limit:.2g} is allowed for rounding. Some "
-                f"function of the model reads memory in the order of NCHW: keep the layout, or find that function."
+                f"{rewrite.distance:.2g} of its length away then, where {limit:.2g} is allowed for rounding. "
+                f"{_advice(trials.computed)}"
             )
         trials.repeat()
     except BaseException:
@@ -168,6 +170,17 @@ def _attempt(trials: Trials) -> dict[str, Tensor | None]:
             f"{type(error).__name__} then: {str(error).partition(chr(10))[0]}. Use reshape instead of view in the "
             f"model, or keep the layout."
         ) from error
+
+
+def _advice(computed: torch.dtype | None) -> str:
+    """Returns what is wrong, and what to do, where a step computes other numbers in channels last."""
+    reads = "function of the model reads memory in the order of NCHW: keep the layout, or find that function."
+    if computed not in (torch.bfloat16, torch.float16):
+        return f"Some {reads}"
+    return (
+        f"The step computes in {str(computed).removeprefix('torch.')}, of which the roundings may add up to that in a "
+        f"deep network. Prove it on a step in float32, without autocast. If that is refused too, some {reads}"
+    )
 
 
 def _can_change(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from backstash.arguments import check_count, check_model, check_step
 from backstash.capture import modules
 from backstash.errors import RewriteError
 from backstash.rewrites.deferred import HeadCall, Tally
-from backstash.rewrites.differences import largest_distance, rounding_limit
+from backstash.rewrites.differences import Beyond, beyond_another_order, largest_distance
 from backstash.rewrites.trials import Trials
 from backstash.torch_internals import break_graphs_at
 
@@ -157,7 +157,8 @@ def chunked_loss(
         step: one forward and backward pass over ``model``, without the optimizer's step, as a proof: it runs twice as
             it is and once with the rewrite, from the same state, and its result, gradients and buffers are compared.
         tolerance: the largest relative distance between them. By default the square root of the dtype's ``eps``, of
-            the coarsest dtype among the gradients.
+            the coarsest dtype in which the step computes, such as that of autocast. If that is coarser than the
+            gradients' own, what the step returns may be 2 ``eps`` away, and all gradients together 4 ``eps``.
 
     Returns:
         The rewrite, which can be undone.
@@ -199,9 +200,9 @@ def _proven(
     try:
         trials.establish()
         trials.repeat()
-        limit = rounding_limit(trials.plain.values()) if tolerance is None else tolerance
         rewrite = begin()
-        rewrite.distance, rewrite.where = largest_distance(trials.plain, trials.run())
+        found = trials.run()
+        rewrite.distance, rewrite.where = largest_distance(trials.plain, found)
         asked = f"chunked_loss was asked to try a step of {type(model).__name__}"
         if not rewrite.losses:
             got = f"{', '.join(rewrite.whole[:3])} reads all logits" if rewrite.whole else "the step has none"
@@ -209,10 +210,14 @@ def _proven(
                 f"{asked}, but no loss of {rewrite.head!r} was computed in chunks: {got}. Use cross_entropy, or "
                 f"chunked_rows for what another loss reads of each row; and let the step return the loss alone."
             )
-        if rewrite.distance > limit:
+        if tolerance is None:
+            beyond = beyond_another_order(trials.plain, found, trials.computed)
+        else:
+            beyond = Beyond(rewrite.where, rewrite.distance, tolerance) if rewrite.distance > tolerance else None
+        if beyond is not None:
             raise RewriteError(
-                f"{asked}, but {rewrite.where} is {rewrite.distance:.2g} of its length away then, where {limit:.2g} is "
-                f"allowed for another order of sums. Do without the rewrite, and report this as an error of backstash."
+                f"{asked}, but {beyond.where} is {beyond.distance:.2g} of its length away then, where "
+                f"{beyond.limit:.2g} is allowed for another order of sums. {_advice(trials.computed, tolerance)}"
             )
     except BaseException:
         if rewrite is not None:
@@ -221,6 +226,21 @@ def _proven(
     finally:
         trials.close()
     return rewrite
+
+
+def _advice(computed: torch.dtype | None, tolerance: float | None) -> str:
+    """Returns what to do where a step computes other numbers in chunks."""
+    if tolerance is not None:
+        return "Allow more by tolerance=, or do without the rewrite."
+    if computed not in (torch.bfloat16, torch.float16):
+        return "Do without the rewrite, and report this as an error of backstash."
+    found = f"The step computes in {str(computed).removeprefix('torch.')}"
+    if computed is torch.float16:  # which has no numbers below 6e-8
+        found += ", in which small gradients vanish unless the loss is scaled, as a GradScaler does"
+    return (
+        f"{found}. Prove it on a step in float32, without autocast. If that is refused too, do without the rewrite, "
+        f"and report this as an error of backstash."
+    )
 
 
 def _head_of(model: nn.Module, head: str | None) -> tuple[str, nn.Linear]:

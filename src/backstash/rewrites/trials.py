@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backstash.errors import RewriteError
 from backstash.rewrites.differences import StepNumbers, dense_copy, first_difference, leaves, numbers_in, some_of
 from backstash.rewrites.state import StepState
+from backstash.rewrites.step_dtypes import StepDtypes
 from backstash.saved import PLAIN
 from backstash.session import Session
 from backstash.torch_internals import gradient_of
@@ -42,6 +43,7 @@ class Trials:
     Attributes:
         plain: the numbers of the first step.
         steps: number of steps so far.
+        computed: the coarsest dtype in which the first step computed.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Trials:
         self._all.__enter__()
         self.plain: StepNumbers = {}
         self.steps = 0
+        self.computed: torch.dtype | None = None
 
     def close(self) -> None:
         """Restores the state in which the model was, and all else that the step has changed."""
@@ -82,7 +85,9 @@ class Trials:
         Raises:
             RewriteError: the step changes parameters, or leaves no gradients.
         """
-        self.plain = self.run()
+        with StepDtypes() as dtypes:
+            self.plain = self.run(dtypes=dtypes)
+        self.computed = dtypes.coarsest
         changed = self.state.changed_parameters()
         if changed:
             raise RewriteError(
@@ -151,13 +156,18 @@ class Trials:
         except RuntimeError as error:  # autograd refuses it; the report quotes an error of any other cause as well
             return f"the step raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
-    def run(self, beside: Sequence[nn.Module] = ()) -> StepNumbers:
-        """Runs one step from the original state. The modules ``beside`` overwrite copies of their inputs."""
+    def run(self, beside: Sequence[nn.Module] = (), dtypes: StepDtypes | None = None) -> StepNumbers:
+        """Runs one step from the original state.
+
+        Args:
+            beside: modules that overwrite copies of their inputs.
+            dtypes: is told when the model is called.
+        """
         self.steps += 1
         self.state.restore()
         for parameter in self.model.parameters():
             parameter.grad = None
-        inputs = _Inputs()
+        inputs = _Inputs(dtypes)
         with ExitStack() as hooks:
             hooks.callback(inputs.close)
             hooks.callback(self.model.register_forward_pre_hook(inputs, with_kwargs=True).remove)
@@ -178,14 +188,22 @@ class Trials:
 
 
 class _Inputs:
-    """A forward pre-hook that collects the gradients of the model's inputs that require gradients."""
+    """A forward pre-hook that collects the gradients of the model's inputs that require gradients.
 
-    def __init__(self) -> None:
+    Args:
+        dtypes: is told of autocast.
+    """
+
+    def __init__(self, dtypes: StepDtypes | None) -> None:
+        self.dtypes = dtypes
         self.gradients: list[Tensor | None] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.handles = ExitStack()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.dtypes is not None:
+            for device in {parameter.device.type for parameter in module.parameters()} - {"meta"}:
+                self.dtypes.note_autocast(device)
         for _, tensor in leaves("", (args, kwargs)):
             if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                 continue
