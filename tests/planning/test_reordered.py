@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ import backstash as bs
 from backstash.errors import BudgetError, PlanError, RewriteError
 from backstash.planning.model.problem import StepProfile
 from backstash.report.meter import CountedPeak
+from backstash.rewrites.cross_entropy import ChunkedCrossEntropy
 
 ALLOWED = ("lossless", "recompute", "reordered")
 
@@ -104,3 +107,76 @@ def test_what_cannot_be_done_is_refused(profile: StepProfile, plan: bs.Plan) -> 
     other = bs.profile(lambda: MODEL(IDS[:1]).square().mean().backward(), MODEL)
     with pytest.raises(RewriteError, match=r"square reads all logits"):
         bs.plan(other, "50%", allow=ALLOWED)
+
+
+class Deep(Words):
+    """One whose body saves more than its logits take, so that exact plans fit in less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16), nn.Tanh()) for _ in range(3)]
+        self.body = nn.Sequential(*layers)
+        self.lm_head = nn.Linear(16, 50, bias=False)
+
+
+def training(model: nn.Module) -> None:
+    """A step that ends with an update, which a proof refuses."""
+    F.cross_entropy(model(IDS % 50).view(-1, 50), IDS.view(-1) % 50).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+def reading(model: nn.Module) -> None:
+    """A step that reads all logits."""
+    model(IDS % 50).square().mean().backward()
+
+
+def without_head(model: nn.Module) -> None:
+    """A step of a part of the model."""
+    body: Tensor = model.get_submodule("body")(model.get_submodule("embedding")(IDS))
+    body.square().mean().backward()
+
+
+def wrong(model: nn.Module) -> None:
+    """A step that the rewrite is made to change."""
+    F.cross_entropy(model(IDS % 50).view(-1, 50), IDS.view(-1) % 50).backward()
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (training, "the step changes parameters"),
+        (reading, "square reads all logits"),
+        (without_head, "the step has none"),
+        (wrong, "of its length away then, where 0.00035 is allowed"),
+    ],
+)
+def test_a_failed_proof_leaves_the_plan_without_it(
+    run: Callable[[nn.Module], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Deep()
+    profile = bs.profile(lambda: run(model), model, min_nbytes=0)
+    plain = bs.plan(profile, "60%")
+    original = ChunkedCrossEntropy.apply
+    if run is wrong:
+        monkeypatch.setattr(ChunkedCrossEntropy, "apply", lambda *args: 1.05 * original(*args))
+    said = rf"'reordered', but a loss in another order is not allowed.*: chunked_loss .*{reason}.*without it\."
+    with pytest.warns(UserWarning, match=said) as caught:
+        plan = bs.plan(profile, "60%", allow=ALLOWED)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert not plan.reordered and plan.budget == plain.budget and plan.peak_nbytes <= 0.6 * profile.plain_peak_nbytes
+    assert "forward" not in vars(model.lm_head)
+    with pytest.raises(RewriteError, match=reason) as refused:
+        bs.plan(profile, "1%", allow=ALLOWED)
+    assert isinstance(refused.value.__cause__, BudgetError)
+
+
+def test_a_step_under_autocast_is_proven() -> None:
+    def under_autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(MODEL(IDS).view(-1, 1000), IDS.view(-1))
+        loss.backward()
+
+    profile = bs.profile(under_autocast, MODEL, min_nbytes=0)
+    assert bs.plan(profile, LOGITS, allow=ALLOWED).reordered == "lm_head"

@@ -14,6 +14,7 @@ Note: [rehearsed plans]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import numpy as np
 
 from backstash.arguments import are_words
 from backstash.codecs.base import drafting
-from backstash.errors import BudgetError, PlanError
+from backstash.errors import BudgetError, PlanError, RewriteError
 from backstash.planning.model.budget import REORDERED, limit_of_errors, parse_budget, restrict, with_choices
 from backstash.planning.model.decision import Decision
 from backstash.planning.model.explain import size
@@ -471,7 +472,8 @@ def plan(
         allow: what may be done with values: ``"lossless"`` (all exact codecs), ``"recompute"``, ``"offload"``,
             ``"bounded"`` (codecs with an error), and names of codecs. ``"reordered"`` also allows that the loss of a
             language model's head is computed in chunks, which is proven on the step: sums in another order, so that
-            gradients have other last bits (see rewrites/chunked_loss.py).
+            gradients have other last bits (see rewrites/chunked_loss.py). If the proof fails, a warning says why, and
+            the plan does without.
         error_limit: how far all gradients together may be off, as a share of their length, where a codec with an error
             is allowed; 0.01 by default. Without one, gradients are exact.
         solver: ``"greedy"`` needs nothing but NumPy. ``"exact"`` looks for the best plan there is for this budget,
@@ -480,6 +482,7 @@ def plan(
     Raises:
         BudgetError: no plan fits. The error names the smallest budget, and has the plan for it.
         PlanError: an argument means nothing.
+        RewriteError: ``"reordered"`` is allowed, but its proof fails, and no plan without it fits.
     """
     if are_words(allow) and REORDERED in ((allow,) if isinstance(allow, str) else allow):
         others = [word for word in ((allow,) if isinstance(allow, str) else allow) if word != REORDERED]
@@ -506,7 +509,17 @@ def _reordered(
             f"its step that a loss in another order is the same. Take it with bs.profile(step), or leave that out."
         )
     chunk_nbytes = max(1, min(CHUNK_NBYTES, nbytes // CHUNKS))
-    head, other = reorders(chunk_nbytes)  # type: ignore[call-arg]
+    try:
+        head, other = reorders(chunk_nbytes)  # type: ignore[call-arg]
+    except RewriteError as error:
+        if plain is None:
+            raise error from failure
+        warnings.warn(
+            f"a plan was asked for with {REORDERED!r}, but a loss in another order is not allowed for this step: "
+            f"{error} This plan does without it.",
+            stacklevel=3,
+        )
+        return plain
     try:
         found = Planner(other, allow, error_limit).plan(nbytes, solver)
     except BudgetError as error:
