@@ -258,11 +258,26 @@ def test_the_coarsest_dtype_of_a_step() -> None:
 def test_a_compiled_graph_computes_in_the_dtype_of_autocast() -> None:
     model = Words()
     whole = torch.compile(lambda ids: F.cross_entropy(model(ids), ids), backend="aot_eager")
-    with StepDtypes() as dtypes:
-        with torch.autocast("cpu", torch.bfloat16):
-            dtypes.note_autocast("cpu")
-            whole(IDS).backward()
-    assert dtypes.coarsest is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        whole(IDS).backward()  # compiling it looks at its graph, of which a later step shows the loss alone
+    found = []
+    for is_noted in (False, True):
+        with StepDtypes() as dtypes:
+            with torch.autocast("cpu", torch.bfloat16):
+                if is_noted:
+                    dtypes.note_autocast("cpu")
+                whole(IDS).backward()
+        found.append(dtypes.coarsest)
+    assert found == [torch.float32, torch.bfloat16]
+
+
+def test_a_compiled_step_under_autocast_is_proven() -> None:
+    model = nn.Sequential(conv(), nn.ReLU(), conv(), nn.Flatten(), nn.Linear(4 * 16 * 16, 3))
+    model.compile(backend="aot_eager")
+    step = images(model, torch.bfloat16)
+    step()
+    with channels_last(model, step) as rewrite:
+        assert len(rewrite.changed) == 2
 
 
 def numbers(scale: float = 1.0, loss: float = 1.0, noise: float = 0.0) -> StepNumbers:
