@@ -57,3 +57,38 @@ def test_a_training_that_ends_in_a_recorded_step_ends_well() -> None:
     ran = run(TRAINS)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "recorded\n"
+
+
+IN_FUNCTIONS = """
+import sys, torch, warnings
+import backstash as bs
+from torch import nn
+warnings.simplefilter("ignore")
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+model.session = bs.Budgeted("80%", min_nbytes=64)
+kept = []
+def train(steps):
+    for _ in range(steps):
+        with model.session:
+            loss = model(torch.ones(8, 16)).sum()
+        kept[:] = [loss]
+        loss.backward()
+class Last:
+    def __init__(self):  # a module that something else holds is emptied before the program's own names are gone
+        self.modules = [vars(sys.modules[name]) for name in NAMES]
+        self.model = model
+    def __del__(self):
+        for names in self.modules:
+            for name in names:
+                names[name] = None
+        self.model.session.__del__()
+NAMES = sorted(name for name in sys.modules if name.startswith("backstash.planning"))
+train(int(sys.argv[1]))
+last = Last()
+"""
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 12, 40])
+def test_a_budget_that_is_dropped_when_its_modules_are_empty_says_nothing(steps: int) -> None:
+    ran = subprocess.run([sys.executable, "-c", IN_FUNCTIONS, str(steps)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and ran.stderr == ""

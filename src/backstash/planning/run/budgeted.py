@@ -397,8 +397,10 @@ class Budgeted(Following):
         bucket.found = replace(bucket.found, plan=plan, planned_nbytes=plan.peak_nbytes)
         self.use(bucket, policy)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_before"):
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if (
+            hasattr(self, "_before") and not is_ending()
+        ):  # else its modules may be empty already
             self.close()
 
     def __deepcopy__(self, memo: Any) -> Budgeted:
