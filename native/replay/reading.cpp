@@ -755,7 +755,6 @@ void hand_over(const std::shared_ptr<Slot>& slot, const at::Tensor& read) {
     const std::vector<Packed*> members = slot->members;
     const bool is_nearly_dense = DENSER * slot->held_nbytes >= (DENSER - 1) * value.whole.nbytes;
     const auto waits = [&](const Packed* each) { return each->round != slot->round && !is_nearly_dense; };
-    if (!std::all_of(members.begin(), members.end(), [](const Packed* each) { return each->save->is_builtin; })) return;
     const bool any_waits = std::any_of(members.begin(), members.end(), waits);
     if (any_waits && !keep_mask(*slot, whole, true)) return;
     std::shared_ptr<Slot> rest;  // of which a mask is left
@@ -767,6 +766,7 @@ void hand_over(const std::shared_ptr<Slot>& slot, const at::Tensor& read) {
         rest->bits = std::move(slot->bits);
         rest->bits_of = std::exchange(slot->bits_of, nullptr);
         rest->all_taken = slot->all_taken;
+        rest->written = slot->written;
         rest->held_nbytes = storage_nbytes(rest->bits);
         session.add(rest->held_nbytes);
     }

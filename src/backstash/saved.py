@@ -14,6 +14,9 @@ import torch
 MIN_NBYTES = 16 << 10
 """Smaller tensors are kept, unless told otherwise."""
 
+UNKNOWN_OP = "?"
+"""In the place of an op, where no node was found that has saved a tensor: that of a compiled function, for example."""
+
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """The types of tensors that codecs may encode. Tensors of other subclasses are kept as they are."""
 

@@ -350,7 +350,8 @@ class Session:
             saves_little = self._chooses_min_nbytes and self._names.learned.saves_little
             notice = self._names.learned.worth.notice
             is_idle = self._forward.is_idle and not notice
-            own_notes = step.notes(is_idle, self.min_nbytes if saves_little else None, self._elsewhere)
+            kept_below = self.min_nbytes if saves_little else None
+            own_notes = step.notes(is_idle, kept_below, self._elsewhere, has_compiled())
             own_notes += (notice,) if notice else ()
             return Report(
                 str(self.policy),

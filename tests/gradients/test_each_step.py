@@ -88,6 +88,36 @@ def masked(a: Tensor, gate: Tensor) -> Tensor:
     return (a - 1e9 * torch.ones_like(a).triu(1)).exp() * gate
 
 
+class InOne(torch.autograd.Function):
+    """Layers with a relu behind each, in one node, which reads all that it has saved before it computes anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        hidden = [x]
+        for weight in weights:
+            hidden.append(F.relu(hidden[-1] @ weight))
+        ctx.save_for_backward(*hidden, *weights)
+        return hidden[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved, (grad,) = ctx.saved_tensors, grads
+        hidden, weights = saved[: len(saved) // 2 + 1], saved[len(saved) // 2 + 1 :]
+        found = []
+        for above, below, weight in zip(hidden[:0:-1], hidden[-2::-1], weights[::-1], strict=True):
+            grad = grad * (above > 0)
+            found.append(below.mT @ grad)
+            grad = grad @ weight.mT
+        return grad, *found[::-1]
+
+
+def in_one() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A network whose values are read by one node, as those of a model that is compiled as a whole."""
+    weights = nn.ParameterList([torch.randn(256, 256) * 0.08 for _ in range(6)])
+    x = torch.randn(1024, 256, requires_grad=True)
+    return weights, lambda weights: InOne.apply(x, *weights).square().mean()  # type: ignore[misc]
+
+
 BLOCKS: dict[str, Program] = {
     "gated": block(lambda a, gate: F.relu(a) * gate),
     "squared": block(lambda a, gate: F.relu(a) ** 2 + gate.mean()),
@@ -96,7 +126,7 @@ BLOCKS: dict[str, Program] = {
     "tanh": block(lambda a, gate: a.tanh()),
     "two gates": block(lambda a, gate: F.relu(a) * F.relu(gate)),
 }
-PROGRAMS: dict[str, Program] = {"head": head, "penalty": penalty, "scaled": scaled, **BLOCKS}
+PROGRAMS: dict[str, Program] = {"head": head, "penalty": penalty, "scaled": scaled, "in one": in_one, **BLOCKS}
 
 
 def peaks(program: str, context: Any) -> list[int]:
@@ -119,7 +149,7 @@ DENSE = policies.lossless(dense=True)
     ("program", "policy"),
     [
         *itertools.product(PROGRAMS, ["lossless", "gist_lossless", "lossless_stored"]),
-        *itertools.product(["head", "penalty", "squared", "twice", "tanh"], [DENSE]),
+        *itertools.product(["head", "penalty", "in one", "squared", "twice", "tanh"], [DENSE]),
     ],
     ids=str,
 )

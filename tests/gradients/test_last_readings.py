@@ -38,6 +38,20 @@ class Twice(torch.autograd.Function):
         return grads[0] * more, grads[0] * other
 
 
+class Writes(torch.autograd.Function):
+    """A product whose backward writes into what it has saved, as it may if nobody reads that after it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return grads[0] * y, x.mul_(grads[0])
+
+
 def looked_at(y: Tensor) -> Tensor:
     """What looks at a node's saved tensors after it has run, and before that."""
     node: Any = y.grad_fn
@@ -53,6 +67,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "looked at": lambda a: looked_at(F.relu(a) ** 2),
     "own function": lambda a: Twice.apply(F.relu(a), a.sigmoid()),
     "own function, twice the same": lambda a: (lambda h: Twice.apply(h, h))(F.relu(a)),
+    "own function, read by others": lambda a: (lambda h: Twice.apply(h, a.sigmoid()) + h * h)(F.relu(a)),
     "many readers": lambda a: (lambda h: h**2 + h.exp() * 0.01 + F.relu(h - 0.5) * h)(F.relu(a)),
     "made from": lambda a: (lambda h: F.relu(h * a.tanh()) * h)(F.relu(a)),
     "parts": lambda a: (lambda h: h[:, :64] * h[:, 64:128])(F.relu(a)).repeat(1, 4),
@@ -96,6 +111,30 @@ def test_gradients_have_plains_bits(name: str, policy: Any, how: str) -> None:
     plain = train(FUNCTIONS[name], nullcontext(), how)
     found = train(FUNCTIONS[name], Session(policy, min_nbytes=0), how)
     assert len(plain) == len(found) and all(one.equal(other) for one, other in zip(plain, found, strict=True))
+
+
+WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "alone": lambda a: Writes.apply(F.relu(a) + 0, a.sigmoid()),
+    "behind another": lambda a: (lambda h: Writes.apply(h, a.sigmoid()) * h)(F.relu(a) + 0),
+    "before another": lambda a: (lambda h: h * Twice.apply(a, Writes.apply(h, a.sigmoid())))(F.relu(a) + 0),
+    "before what has made it": lambda a: Writes.apply(F.relu(a).exp(), a.sigmoid()),
+    "before a relu": lambda a: Writes.apply(F.relu(a), a.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("how", ["once", "kept"])
+@pytest.mark.parametrize("policy", ["lossless", "lossless_stored", policies.lossless(dense=True)], ids=str)
+@pytest.mark.parametrize("name", WRITERS)
+def test_who_writes_into_what_it_reads_gets_plains_bits_or_plains_error(name: str, policy: Any, how: str) -> None:
+    def outcome(context: Any) -> list[Tensor] | None:
+        try:
+            return train(WRITERS[name], context, how)
+        except RuntimeError:  # what was saved has been modified
+            return None
+
+    plain, found = outcome(nullcontext()), outcome(Session(policy, min_nbytes=0))
+    assert (plain is None) == (found is None)
+    assert plain is None or found is None or all(map(torch.equal, plain, found))
 
 
 def test_planes_are_freed_before_the_reader_runs() -> None:

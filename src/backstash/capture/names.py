@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from backstash import formulas
 from backstash.capture import modules
 from backstash.capture.learned import Learned
-from backstash.saved import SavedTensor, TensorSpec
+from backstash.saved import UNKNOWN_OP, SavedTensor, TensorSpec
 from backstash.stash.live import Live
 from backstash.stash.place import Place
 from backstash.stash.value import Saved
@@ -57,9 +57,6 @@ MOST_VARIANTS = 8
 
 There are several where a module is called more than once in a step, or where steps take turns.
 """
-
-UNKNOWN = "?"
-"""In the place of an op, where no node was found."""
 
 RECENT = 16
 """Steps of which it is remembered how many ``with`` they had."""
@@ -514,14 +511,14 @@ class Names:
         assert saved.dense is not None
         frame = self.current
         self._is_fresh = False
-        number = frame.counts.get(UNKNOWN, 0)
-        frame.counts[UNKNOWN] = number + 1
+        number = frame.counts.get(UNKNOWN_OP, 0)
+        frame.counts[UNKNOWN_OP] = number + 1
         spec = TensorSpec.of(saved.dense)
         index = frame.label, type(None), number
         for known in self.learned.nodes.get(index, ()):
             if known.places[0].facts.spec == spec:
                 return known.places[0], True
-        place = Place(_facts(frame, UNKNOWN, number, "saved", spec, formulas.VALUE))
+        place = Place(_facts(frame, UNKNOWN_OP, number, "saved", spec, formulas.VALUE))
         if saved.origin.wrapping is None:
             self._remember(index, KnownNode(("saved",), [place], ()))
         return place, False

@@ -16,7 +16,7 @@ from torch import Tensor
 from backstash import repeatable
 from backstash.capture import naming
 from backstash.capture.forward import Forward
-from backstash.capture.names import UNKNOWN, ModuleEvent, Names
+from backstash.capture.names import ModuleEvent, Names
 from backstash.capture.observer import ends_pass
 from backstash.codecs import base
 from backstash.codecs.masks.codec import Bitmask
@@ -54,7 +54,7 @@ from backstash.replay.program import (
     ValueFate,
     ValueProgram,
 )
-from backstash.saved import PLAIN, Mask, Need, SavedTensor, TensorSpec
+from backstash.saved import PLAIN, UNKNOWN_OP, Mask, Need, SavedTensor, TensorSpec
 from backstash.stash import parameters
 from backstash.stash.decode import decoded_dtype
 from backstash.stash.encode import strength
@@ -518,7 +518,7 @@ class _Writer:
             save.kind = SaveKind.LOOSE
             return save
         facts = saved.tensor
-        if save.call >= 0 and entry.node is None and facts.op != UNKNOWN:  # of which all is read, whoever reads it
+        if save.call >= 0 and entry.node is None and facts.op != UNKNOWN_OP:  # of which all is read, whoever reads it
             name = getattr(self._recorder.calls[save.call].function, "__name__", "a torch function")
             raise RefusedError(f"{name} has saved a tensor by a node that is not found")
         self._describe(save, saved.place, saved.builtin)

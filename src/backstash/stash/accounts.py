@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backstash.saved import Effect, SavedTensor
+from backstash.saved import UNKNOWN_OP, Effect, SavedTensor
 from backstash.stash.regions import RegionCall, region_names
+from backstash.stash.tables import amount
 
 
 @dataclass(slots=True)
@@ -208,15 +209,24 @@ class Step:
         """Whether nothing was saved but parameters."""
         return not self.accounts and not self.small and not self.calls
 
-    def notes(self, is_idle: bool, kept_below: int | None, elsewhere: bool) -> tuple[str, ...]:
+    def notes(self, is_idle: bool, kept_below: int | None, elsewhere: bool, compiled: bool) -> tuple[str, ...]:
         """What a reader of the step's report should know before the numbers.
 
         Args:
             is_idle: whether the step was only counted.
             kept_below: tensors below this size were kept because a step saves little; None if that is not so.
             elsewhere: whether a module ran on another thread.
+            compiled: whether the process has compiled anything.
         """
         notes = []
+        unnamed = (each for each in self.accounts if each.facts.op == UNKNOWN_OP and not each.is_of_region)
+        read_at_once = sum(each.saved_nbytes for each in unnamed) if compiled else 0
+        if 2 * read_at_once > self.saved_nbytes:
+            notes.append(
+                f"compiled functions have saved {amount(read_at_once)} of this, and each of them reads all that it has "
+                f"saved before its backward begins, so the peak of a model that is compiled as a whole is no lower: "
+                f"compile with options=backstash.compile_options()"
+            )
         if is_idle:
             notes.append("there is nothing to do, so this step was only counted: the rows are those of an earlier one")
         if kept_below is not None:

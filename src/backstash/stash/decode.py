@@ -182,19 +182,20 @@ def hand_over(saved: Saved, read: Tensor) -> None:
 
     Note: [last readings]
         A node computes gradients while it holds what it reads. Were the planes still there, a step whose largest value
-        is read then would take more than plain PyTorch does. After the last reading in a pass that frees its graph the
-        planes are of no use: readers hold what they have read until their nodes have run, as in plain PyTorch, and
-        those who only need a mask get one of their own. Planes that are almost as large as the value go whoever reads
-        it later. A recipe that begins from the value keeps it, with its planes. Where backward has freed so much
-        already that no peak is near, nothing of this is done. Kernels that redeem claims free what was decoded
-        themselves, before they allocate a gradient.
+        is read then would take more than plain PyTorch does. So would one whose values are read by a single node, which
+        decodes all of them before it runs: that of a custom Function, or of a model that is compiled as a whole. After
+        the last reading in a pass that frees its graph the planes are of no use: readers hold what they have read until
+        their nodes have run, as in plain PyTorch, and those who only need a mask get one of their own. Planes that are
+        almost as large as the value go whoever reads it later. A recipe that begins from the value keeps it, with its
+        planes. Where backward has freed so much already that no peak is near, nothing of this is done. Kernels that
+        redeem claims free what was decoded themselves, before they allocate a gradient.
 
     Args:
-        saved: it was decoded for a node of torch's own.
+        saved: it was decoded for a node.
         read: what it was decoded to.
     """
     value = saved.value
-    form = None if value is None or not saved.builtin else value.state.form
+    form = None if value is None else value.state.form
     if value is None or form is None or form.tag is not None or Need.VALUE not in form.codec.preserves or keeps_graph():
         return
     live, reads = value.live, value.reads
@@ -205,8 +206,6 @@ def hand_over(saved: Saved, read: Tensor) -> None:
     members = list(value.saved())
     waiting = [each for each in members if each.round != reads.round]
     whole = read.as_strided(form.spec.shape, form.spec.stride, 0)
-    if not all(each.builtin for each in members):
-        return
     if waiting and DENSER * value.held_nbytes >= (DENSER - 1) * form.spec.nbytes:
         waiting = []
     if waiting:
@@ -218,7 +217,7 @@ def hand_over(saved: Saved, read: Tensor) -> None:
         rest = Value(whole.untyped_storage(), value.account, live, value.place)
         rest.waiting.storage, rest.facts, rest.members = None, value.facts, [weakref.ref(each) for each in waiting]
         rest.state = Form(codec, mask, form.spec, form.store, form.store.put(encoded))
-        rest.held_nbytes = encoded.nbytes
+        rest.held_nbytes, rest.reads.written = encoded.nbytes, reads.written
         live.add(encoded.nbytes)
         for each in waiting:
             each.value, each.round = rest, 0

@@ -398,9 +398,7 @@ class Budgeted(Following):
         self.use(bucket, policy)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if (
-            hasattr(self, "_before") and not is_ending()
-        ):  # else its modules may be empty already
+        if hasattr(self, "_before") and not is_ending():  # else its modules may be empty already
             self.close()
 
     def __deepcopy__(self, memo: Any) -> Budgeted:
