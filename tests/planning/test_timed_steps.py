@@ -77,3 +77,16 @@ def test_nothing_is_said_of_shapes_of_which_no_plain_step_was_timed() -> None:
     predicted = [each for each in found if not each.plain_seconds]
     assert predicted and not any("times plain's" in str(each) for each in predicted)
     session.close()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_steps_are_not_compared_with_plain_ones_that_have_kept_their_hooks(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "may_compile", lambda: compiles)
+    model, session = Network(), Budgeted("70%", min_nbytes=1024)
+    for _ in range(60):
+        step(session, model, 512)
+    assert session.found.plan is not None and session.found.seconds > 0.0
+    assert ("times plain's" in str(session.found)) == (not compiles)
+    session.close()

@@ -73,7 +73,8 @@ def choose_forms(
     if value.refused:
         return FormChoice(None, reason=value.refused)
     if spec.nbytes < max(min_nbytes, 1):
-        return FormChoice(None, reason=f"it is smaller than min_nbytes={min_nbytes}")
+        why = f"it is smaller than min_nbytes={min_nbytes}" if min_nbytes else "it is empty"
+        return FormChoice(None, reason=why)
     found = value.readers()
     if not found:
         return FormChoice(None, reason="nothing reads it")

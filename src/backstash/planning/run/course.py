@@ -377,6 +377,14 @@ class Course:
         return min(own, self._in_proportion) if is_single else own
 
     @property
+    def _told_plain_seconds(self) -> float:
+        """The same for who compares it with steps under a plan; 0.0 where plain steps have kept their hooks.
+
+        Where something is compiled they keep them (Note: [plain steps in a loop] in hazards.md).
+        """
+        return 0.0 if may_compile() else self._plain_seconds
+
+    @property
     def _in_proportion(self) -> float:
         """The time of a plain step in proportion to all that were timed; infinite where none was."""
         ratios = [(size_ratio(each.signature, self._bucket.signature, is_linear=True), s) for each, s in self._plain]
@@ -557,7 +565,7 @@ class Course:
         if owner.of == "reserved" and not owner.unused_nbytes:
             owner.unused_nbytes = max(0, reserved_by(plain.changes).reserved_nbytes - plain.peak_nbytes)
         plain_nbytes = plain.peak_nbytes + owner.spared() + owner.unused_nbytes
-        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._plain_seconds)
+        bucket.found = replace(bucket.found, plain_nbytes=plain_nbytes, plain_seconds=self._told_plain_seconds)
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
@@ -903,7 +911,7 @@ class Course:
             plain_nbytes=bucket.found.plain_nbytes or plan.plain_peak_nbytes,
             planned_nbytes=plan.peak_nbytes,
             plans=bucket.found.plans + 1,
-            plain_seconds=self._plain_seconds or bucket.found.plain_seconds,
+            plain_seconds=self._told_plain_seconds or bucket.found.plain_seconds,
             seconds=0.0,
             measured_passes=owner.cycles,
             measured_seconds=self._spent,

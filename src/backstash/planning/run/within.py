@@ -18,7 +18,8 @@ class Within:
         planned_nbytes: the peak that the plan predicts.
         reached_nbytes: the counted peak of a step under the plan.
         fragmented_nbytes: how many of them could not be used, where the budget is of reserved memory.
-        plain_seconds: time of a plain step; 0.0 if none was timed, as of a shape whose plan follows from others.
+        plain_seconds: time of a plain step; 0.0 if none was timed, as of a shape whose plan follows from others, or if
+            plain steps have kept their hooks, because something is compiled.
         seconds: usual time of a step under the plan; 0.0 if none was timed.
         measured_passes: how many backward passes ran until all was measured and planned, or so far.
         measured_seconds: how long measuring and planning took beside these passes.
