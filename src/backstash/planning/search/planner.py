@@ -376,11 +376,12 @@ class Planner:
             if self._reached(trial) <= budget and trial.seconds - other.seconds < WORTH * self.profile.seconds:
                 break
             trial = other
-        fastest = self._fastest_seen(budget)
-        if fastest is not None and self._timings.adds(fastest) <= WORTH:
+        fastest, usual = self._fastest_seen(budget), self._usual
+        adds = None if fastest is None else self._timings.adds(fastest)
+        if adds is not None and adds <= WORTH:
             return fastest
-        if self._usual is not None and self._usual.peak_nbytes <= budget:
-            self._reached(self._usual)
+        if usual is not None and usual.peak_nbytes <= budget and (adds is None or self._timings.foretold(usual) < adds):
+            self._reached(usual)
         if not any(reached <= budget for reached in self._rehearsed.values()):
             self._lowest()  # solutions are off by different amounts, so perhaps one of the lowest fits
         return self._fastest_seen(budget)
