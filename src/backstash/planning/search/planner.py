@@ -8,8 +8,9 @@ Note: [rehearsed plans]
     to what a step reaches (Note: [reserve] in problem.py). Then the step is timed, as training settles down to it, and
     the time that it takes is the plan's predicted one. The error of its gradients is measured as well. If it is above
     the limit, a plan within a lower limit is looked for. Where a plan takes longer than a plain step, what the policy
-    lossless does is tried and timed as well, because no plan of the same bytes should be slower. A program that trains
-    in its own loop is asked for no steps, so its plans keep to what is predicted.
+    lossless does is tried and timed as well, because no plan of the same bytes should be slower: unless the model says
+    that it takes longer than the plan, by more than noise, and longer than the plan was timed with. A program that
+    trains in its own loop is asked for no steps, so its plans keep to what is predicted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from backstash.planning.model.rounding import codec_named
 from backstash.planning.search.exact import Solution, exact, solution
 from backstash.planning.search.greedy import Frontier, best
 from backstash.planning.search.spare import spare_ways
-from backstash.planning.search.timings import Timings
+from backstash.planning.search.timings import NOISE, Timings
 from backstash.planning.search.usual import like_lossless
 from backstash.rewrites.chunked_loss import CHUNK_NBYTES
 from backstash.stash.sample import ELEMENTS
@@ -377,10 +378,13 @@ class Planner:
                 break
             trial = other
         fastest, usual = self._fastest_seen(budget), self._usual
-        adds = None if fastest is None else self._timings.adds(fastest)
-        if adds is not None and adds <= WORTH:
-            return fastest
-        if usual is not None and usual.peak_nbytes <= budget and (adds is None or self._timings.foretold(usual) < adds):
+        most = float("inf")
+        if fastest is not None:
+            adds, plain = self._timings.adds(fastest), self.profile.seconds
+            if adds <= NOISE:
+                return fastest  # which nothing beats by more than noise
+            most = max(plain * (1.0 + adds), fastest.seconds + NOISE * plain)
+        if usual is not None and usual.peak_nbytes <= budget and usual.seconds < most:
             self._reached(usual)
         if not any(reached <= budget for reached in self._rehearsed.values()):
             self._lowest()  # solutions are off by different amounts, so perhaps one of the lowest fits

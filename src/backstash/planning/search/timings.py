@@ -53,10 +53,6 @@ class Timings:
         """Returns what a solution adds to a plain step, as a share of it: as it was timed, or as the model says."""
         return (self._timed.get(found, found.seconds) - self._plain) / self._plain
 
-    def foretold(self, found: Solution) -> float:
-        """Returns what the model says that a solution adds to a plain step, as a share of it."""
-        return (found.seconds - self._plain) / self._plain
-
     def predict(self, budget: int, found: Solution) -> float:
         """Returns the time that a plan for a budget predicts: what was timed, else what the model says.
 
