@@ -88,6 +88,7 @@ def test_the_step_behind_a_rehearsal_runs_programs(
 ) -> None:
     model, step = program
     monkeypatch.setattr(profiling, "LONG", 0.0)
+    monkeypatch.setattr(profiling, "ENOUGH", 1e-9)
     found = profile(step, model, min_nbytes=0)
     plan = Planner(replace(found)).plan("80%")
     replayed: list[bool] = []
@@ -103,6 +104,16 @@ def test_the_step_behind_a_rehearsal_runs_programs(
     found.rehearse(plan)  # type: ignore[call-arg]  # no method
     found.clock(plan)
     assert replayed == [False, False, True]
+
+
+def test_shorter_steps_are_timed_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, model, times = counted(monkeypatch)
+    found = profile(step, model, min_nbytes=0)
+    plan = Planner(replace(found)).plan("90%")
+    assert found.clock is not None and found.rehearse is not None
+    times[:] = [9.0, 9.0, 0.5, 0.4, 9.0, 0.3, 0.3, 0.2, 77.0]  # two steps under the plan, and three plain ones
+    found.rehearse(plan)  # type: ignore[call-arg]  # no method
+    assert found.clock(plan) == pytest.approx(0.4 / 0.2) and times == [77.0]
 
 
 def test_trials_together_leave_everything_as_it_was_and_reach_what_each_reaches(

@@ -48,6 +48,9 @@ from backstash.torch_internals import REENTRANT, gradient_of
 LONG = 0.2
 """Seconds from which on a step is timed while it is recorded: what that adds is next to nothing of it."""
 
+ENOUGH = 0.8
+"""Seconds that are enough to time such a step: longer ones run once for that, shorter ones as often as it takes."""
+
 MOST_REHEARSED = 8
 """How many Sessions that have tried a plan are kept, to time it without a first step."""
 
@@ -247,10 +250,13 @@ class _Runs:
             self._is_first = False
             _require_undoable(self._state)
 
-    def twice(self, session: Session | None = None) -> None:
-        """Runs it twice: the second step, whose time is left, finds the heap as a step of its kind has left it."""
-        self.once(session)
-        self.once(session)
+    def shortest(self, session: Session | None = None) -> float:
+        """Returns the time of a step behind one of its kind, which has left the heap as it is; the shortest of some."""
+        times: list[float] = []
+        while sum(times) < ENOUGH and len(times) < ROUNDS:
+            self.once(session)
+            times.append(self.seconds)
+        return min(times)
 
 
 @contextmanager
@@ -353,17 +359,15 @@ class _Trials:
             if not self._is_long:
                 plain, own = _in_turns(self._step, runs.restore, session)
                 return own / plain
-            if known is not None and known is latest:
-                runs.once(session)  # behind steps of its kind, the last of which was written down
-            else:
+            if known is None or known is not latest:  # else its latest step was written down
                 if known is None:
                     runs.once(session)
                 session.settle_soon()
-                runs.twice(session)
-            own = runs.seconds
+                runs.once(session)
+            own = runs.shortest(session)
             if not self._plain_seconds:
-                runs.twice()
-                self._plain_seconds = runs.seconds
+                runs.once()
+                self._plain_seconds = runs.shortest()
             return own / self._plain_seconds
 
     def off_by(self, policy: Policy) -> float | None:
