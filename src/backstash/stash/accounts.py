@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from backstash.saved import UNKNOWN_OP, Effect, SavedTensor
 from backstash.stash.regions import RegionCall, region_names
-from backstash.stash.tables import amount
 
 
 @dataclass(slots=True)
@@ -223,8 +222,8 @@ class Step:
         read_at_once = sum(each.saved_nbytes for each in unnamed) if compiled else 0
         if 2 * read_at_once > self.saved_nbytes:
             notes.append(
-                f"compiled functions have saved {amount(read_at_once)} of this, and each of them reads all that it has "
-                f"saved before its backward begins, so the peak of a model that is compiled as a whole is no lower: "
+                f"compiled functions have saved {read_at_once / 2**20:.1f} MiB of this, and each of them reads all "
+                f"that it has saved before its backward begins, so the peak of a model that is compiled as a whole is no lower: "
                 f"compile with options=backstash.compile_options()"
             )
         if is_idle:
