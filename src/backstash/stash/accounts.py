@@ -223,8 +223,8 @@ class Step:
         if 2 * read_at_once > self.saved_nbytes:
             notes.append(
                 f"compiled functions have saved {read_at_once / 2**20:.1f} MiB of this, and each of them reads all "
-                f"that it has saved before its backward begins, so the peak of a model that is compiled as a whole is no lower: "
-                f"compile with options=backstash.compile_options()"
+                f"that it has saved before its backward begins, so the peak of a model that is compiled as a whole is "
+                f"no lower: compile with options=backstash.compile_options()"
             )
         if is_idle:
             notes.append("there is nothing to do, so this step was only counted: the rows are those of an earlier one")
