@@ -232,7 +232,8 @@ def test_a_model_that_reads_memory_in_order_is_refused_under_autocast(dtype: tor
 
 def seen(function: Callable[[], object]) -> torch.dtype | None:
     engine = backward_engine()
-    with StepDtypes() as dtypes:
+    dtypes = StepDtypes()
+    with dtypes.noting():
         function()
     assert backward_engine() is engine
     return dtypes.coarsest
@@ -262,7 +263,8 @@ def test_a_compiled_graph_computes_in_the_dtype_of_autocast() -> None:
         whole(IDS).backward()  # compiling it looks at its graph, of which a later step shows the loss alone
     found = []
     for is_noted in (False, True):
-        with StepDtypes() as dtypes:
+        dtypes = StepDtypes()
+        with dtypes.noting():
             with torch.autocast("cpu", torch.bfloat16):
                 if is_noted:
                     dtypes.note_autocast("cpu")

@@ -411,6 +411,23 @@ def replace_backward_engine(engine: Callable[..., Any]) -> None:
     _autograd._engine_run_backward = engine
 
 
+@contextmanager
+def wrapped_backward_engine(go_backward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``torch.autograd`` calls ``go_backward(engine, *args, **kwargs)`` where it would call the engine."""
+    engine = backward_engine()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return go_backward(engine, *args, **kwargs)
+
+    hide_from_dynamo(wrapped)
+    replace_backward_engine(wrapped)
+    try:
+        yield
+    finally:
+        if backward_engine() is wrapped:  # else other code has wrapped it meanwhile, and it passes calls on
+            replace_backward_engine(engine)
+
+
 dispatch_to_modes: Callable[..., Any] = find("overrides.handle_torch_function")
 """By this, a function of torch that is written in Python offers a call to the function modes."""
 

@@ -38,13 +38,8 @@ class Twice(torch.autograd.Function):
         return grads[0] * more, grads[0] * other
 
 
-class Writes(torch.autograd.Function):
-    """A product whose backward writes into what it has saved, as it may if nobody reads that after it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
+class Writes(Twice):
+    """The same, but for a backward that writes into what was saved, as it may if nobody reads that after it."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

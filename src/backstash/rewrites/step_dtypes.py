@@ -9,22 +9,22 @@ running.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backstash.torch_internals import autocast_of, backward_engine, hide_from_dynamo, replace_backward_engine
+from backstash.torch_internals import autocast_of, hide_from_dynamo, wrapped_backward_engine
 
 _COMPILED = "CompiledFunction"
 """How the nodes of compiled graphs are called, of which only the results at their ends are seen."""
 
 
 class StepDtypes:
-    """Inside the ``with``, notes the dtypes of all results through which a backward pass runs.
+    """The dtypes of all results through which backward passes run, as long as they are noted.
 
     Attributes:
         dtypes: those that are seen so far.
@@ -48,23 +48,21 @@ class StepDtypes:
         if autocast is not None:
             self._of_autocast.add(autocast[1])
 
-    def __enter__(self) -> StepDtypes:
-        self._engine: Callable[..., Any] = backward_engine()
-        self._ours = self._go_backward
-        replace_backward_engine(self._ours)
-        return self
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Inside, it looks at each backward pass that begins."""
+        try:
+            with wrapped_backward_engine(self._go_backward):
+                yield
+        finally:
+            self._is_over = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_over = True
-        if backward_engine() is self._ours:  # else other code has wrapped it meanwhile, and it passes calls on
-            replace_backward_engine(self._engine)
-
-    def _go_backward(self, roots: Sequence[Tensor | GradientEdge], *args: Any, **named: Any) -> Any:
+    def _go_backward(
+        self, engine: Callable[..., Any], roots: Sequence[Tensor | GradientEdge], *args: Any, **named: Any
+    ) -> Any:
         if not self._is_over:
             self._look(roots)
-        return self._engine(roots, *args, **named)
+        return engine(roots, *args, **named)
 
     def _look(self, roots: Sequence[Tensor | GradientEdge]) -> None:
         waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]

@@ -85,7 +85,8 @@ class Trials:
         Raises:
             RewriteError: the step changes parameters, or leaves no gradients.
         """
-        with StepDtypes() as dtypes:
+        dtypes = StepDtypes()
+        with dtypes.noting():
             self.plain = self.run(dtypes=dtypes)
         self.computed = dtypes.coarsest
         changed = self.state.changed_parameters()

@@ -22,6 +22,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,6 @@ from backstash.saved import is_tensor
 from backstash.session import Session
 from backstash.torch_internals import (
     ReentrantCheckpoint,
-    backward_engine,
     checkpoint_argument,
     checkpoint_frame,
     checkpointed_arguments,
@@ -51,7 +51,6 @@ from backstash.torch_internals import (
     push_saved_tensor_hooks,
     recomputed_frame,
     remove_saved_tensor_hooks,
-    replace_backward_engine,
     replace_function_apply,
     replace_hook_pushing,
     replace_recomputed,
@@ -59,6 +58,7 @@ from backstash.torch_internals import (
     saved_tensor_hooks,
     unseen_by_modes,
     without_gradients,
+    wrapped_backward_engine,
 )
 from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
 from backstash.verifying.detail import compared
@@ -205,13 +205,12 @@ class WatchedRun:
         prepare()  # a Session inside could not measure, because our hooks lie around it
         ignore_global_hooks_of_compiled_modules()
         self._before = hook_pushing()
-        self._engine = backward_engine()
+        self._wrapped = ExitStack()
         self._enter_session = Session.__enter__
         try:
             replace_hook_pushing(self._push, self._pop)
             replace_function_apply(classmethod(self._apply))
-            self._ours = self._go_backward
-            replace_backward_engine(self._ours)
+            self._wrapped.enter_context(wrapped_backward_engine(self._go_backward))
             Session.__enter__ = self._noting_sessions()  # type: ignore[method-assign]
             self._module_hooks = (
                 nn.modules.module.register_module_forward_pre_hook(self._enter_module),
@@ -236,8 +235,7 @@ class WatchedRun:
         for hook in getattr(self, "_module_hooks", ()):
             hook.remove()
         Session.__enter__ = self._enter_session  # type: ignore[method-assign]
-        if backward_engine() is self._ours:
-            replace_backward_engine(self._engine)
+        self._wrapped.close()
         replace_function_apply(function_apply)
         replace_hook_pushing(*self._before)
         if error is not None:
@@ -420,7 +418,7 @@ class WatchedRun:
             return original(*given, **kwargs)
         return original(*args, **kwargs)
 
-    def _go_backward(self, *args: Any, **kwargs: Any) -> Any:
+    def _go_backward(self, engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the engine: notes custom functions that go backward in their backward."""
         node = running_node()
         function = getattr(type(node), "_forward_cls", None) if node is not None else None
@@ -428,7 +426,7 @@ class WatchedRun:
             name = _name_of_class(function)
             if name not in self.log.recomputing:
                 self.log.recomputing.append(name)
-        return self._engine(*args, **kwargs)
+        return engine(*args, **kwargs)
 
     def run_region(self, region: WatchedRegion, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function of a reentrant region, in forward and then again."""

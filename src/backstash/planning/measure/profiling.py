@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -155,9 +155,7 @@ def profile(
                 stacklevel=2,
             )
 
-    def session_under(policy: Policy, **options: Any) -> Session:
-        return Session(policy, model=model, min_nbytes=min_nbytes, **options)
-
+    session_under = partial(Session, model=model, min_nbytes=min_nbytes)
     trials = _Trials(step, models, session_under, device, is_long=seconds >= LONG, waits=link is not None)
 
     @cache  # what belongs to a plan that was made with more is found again
