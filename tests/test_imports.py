@@ -246,7 +246,6 @@ ALLOWED: dict[str, set[str]] = {
         "testing",
         "verifying",
         "integrations",
-        "planning.model.allocator",
         "planning.model.budget",
         "planning.model.trace",
         "planning.search.schedule",

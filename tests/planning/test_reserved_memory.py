@@ -21,7 +21,7 @@ from backstash.planning.model.allocator import (
     replay,
     reserved_by,
 )
-from backstash.report.allocated import recorded
+from bench.snapshot import recorded
 
 MIB = 1 << 20
 

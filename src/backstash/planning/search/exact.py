@@ -57,7 +57,7 @@ def solution(model: PeakModel, choices: Iterable[int]) -> Solution:
     return Solution(chosen, found.peak_nbytes, found.seconds, error)
 
 
-def brute_force_all(model: PeakModel, error_limit: float | None = None) -> list[Solution]:
+def brute_force(model: PeakModel, error_limit: float | None = None) -> list[Solution]:
     """Returns all solutions but those whose errors are too large, or that remake a value from one with an error.
 
     Raises:
@@ -71,16 +71,6 @@ def brute_force_all(model: PeakModel, error_limit: float | None = None) -> list[
     combinations = product(*(range(count) for count in model.choice_counts.tolist()))
     found = (solution(model, each) for each in combinations if not model.remakes_what_has_an_error(each))
     return [item for item in found if error_limit is None or item.error <= error_limit * (1 + 1e-9)]
-
-
-def brute_force(model: PeakModel, budget: int, error_limit: float | None = None) -> Solution | None:
-    """Returns the fastest solution within the budget by trying all combinations; None if there is none.
-
-    Raises:
-        PlanError: as for :func:`brute_force_all`.
-    """
-    fitting = [found for found in brute_force_all(model, error_limit) if found.peak_nbytes <= budget]
-    return min(fitting, key=lambda found: (found.seconds, found.peak_nbytes), default=None)
 
 
 def exact(

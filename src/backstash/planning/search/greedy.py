@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 
 from backstash.planning.model.peak import Bytes, PeakModel
-from backstash.planning.search.exact import Solution, brute_force_all, solution
+from backstash.planning.search.exact import Solution, brute_force, solution
 from backstash.planning.search.moves import range_max
 from backstash.planning.search.native import moves_from_kept
 
@@ -111,7 +111,7 @@ class Frontier:
         """Searches. Whoever iterates may take as long as they like between two steps: what is found is the same."""
         model, limit = self._model, self._limit
         if np.log(model.choice_counts).sum() <= np.log(SMALL):
-            self._all = best(brute_force_all(model, limit))
+            self._all = best(brute_force(model, limit))
             return
         climb = self._climb = _Climb(model, limit)
         yield from climb.descend()
