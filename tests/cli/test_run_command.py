@@ -165,6 +165,8 @@ def test_a_module_runs_as_under_python(tmp_path: Path, monkeypatch: pytest.Monke
         (("run", "--budget", "6 gigs", "{script}"), "budget '6 gigs', but that is no number with a unit"),
         (("plan", "--budget", "6 gigs", "{script}"), "budget '6 gigs', but that is no number with a unit"),
         (("estimate", "--budget", "0", "{script}"), "every step takes some memory"),
+        (("estimate", "--budget", "\u00b2", "{script}"), "that is no number with a unit"),
+        (("run", "--min-nbytes", "\u0663KiB", "{script}"), "is no size in bytes"),
         (("run", "--budget", "60%", "--error-limit", "0.1", "{script}"), "has nothing that makes an error"),
         (("run", "--allow", "losless", "{script}"), "Did you mean 'lossless'?"),
         (("run", "--budget", "50%", "--allow", "", "{script}"), "--allow is empty"),

@@ -63,6 +63,7 @@ PLANNER = Planner(NETWORK)
         ("2 GB", 2 * 10**9),
         ("7b", 7),
         (9, 9),
+        ("9" * 5_000 + "B", 1 << 62),
     ],
 )
 def test_budgets_are_understood(text: int | str, nbytes: int) -> None:
@@ -70,7 +71,11 @@ def test_budgets_are_understood(text: int | str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", ["6 gigs", "", "GiB", "-1 GiB", 0, -5, "0%", "0 MiB", 1.5, None, True, "1e3 MiB", [1]]
+    "budget",
+    [
+        *("6 gigs", "", " ", "GiB", "-1 GiB", "0%", "0 MiB", "1e3 MiB", "1e400", "nan", "-0", "1_000", "1_000 B"),
+        *("\u0663GiB", "\uff11GiB", "\u00b2 B", "1\u212aiB", 0, -5, 1.5, float("nan"), None, True, [1]),
+    ],
 )
 def test_a_budget_that_means_nothing_is_refused(budget: Any) -> None:
     with pytest.raises(

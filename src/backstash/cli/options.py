@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from backstash import policies as registry
+from backstash.arguments import LARGEST
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KNOWN = ", ".join(one.name for one in registry.descriptions())
@@ -17,10 +18,10 @@ _KNOWN = ", ".join(one.name for one in registry.descriptions())
 
 def parse_size(text: str | int) -> int:
     """Bytes from a text such as ``"64KiB"``, or ``"65536"``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip(), re.ASCII)
     if match is None or match[2].upper() not in _UNITS:
         raise typer.BadParameter(f"{text!r} is no size in bytes. Give a number, or one with a unit such as 64KiB.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(min(float(match[1]) * _UNITS[match[2].upper()], LARGEST))
 
 
 def file_for(option: str, file: Path | None) -> Path | None:

@@ -280,9 +280,9 @@ def words(allow: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in allow.split(",") if word.strip())
 
 
-def as_budget(budget: str) -> int | str:
+def as_budget(budget: str) -> str:
     """A budget without a unit is a number of bytes."""
-    return int(budget) if budget.isdigit() else budget
+    return f"{budget} B" if budget.isdigit() else budget
 
 
 def _said(times: Growth, profile: StepProfile, nbytes: int) -> list[str]:

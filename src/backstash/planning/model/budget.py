@@ -45,7 +45,7 @@ def check_device(device: str | None, asked: str) -> None:
 
 def bytes_in(text: str, plain_peak_nbytes: int) -> float | None:
     """Returns the bytes of a number with a unit, or of a share of a peak such as ``"60%"``; None for any other text."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z%]+)\s*", text.lower())
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z%]+)\s*", text.lower()) if text.isascii() else None
     if found is None or found[2] not in _UNITS:
         return None
     amount = float(found[1])
