@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -164,3 +165,23 @@ def test_a_session_keeps_what_the_profile_has_kept(min_nbytes: int) -> None:
             with CountedPeak() as counted, session:
                 step()
             assert counted.peak_nbytes <= found.peak_nbytes
+
+
+@pytest.mark.parametrize("share", [0.95, 0.9])
+def test_a_step_that_was_profiled_leaves_its_inputs_to_the_program(share: float) -> None:
+    """Else the plain step behind it frees them, and is taken for one that needs so much less."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 5))
+    labels = torch.arange(16) % 5
+
+    def step() -> weakref.ref[torch.UntypedStorage]:
+        x = torch.randn(16, 3, 8, 8)
+        F.cross_entropy(model(x), labels).backward()
+        model.zero_grad()
+        return weakref.ref(x.untyped_storage())
+
+    with Budgeted(f"{share:.0%}", min_nbytes=1024) as session:
+        held = [number for number in range(16) if step()() is not None]
+    session.close()
+    assert held == []

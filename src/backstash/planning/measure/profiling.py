@@ -125,6 +125,7 @@ def profile(
         plain_nbytes = _plain_peak(runs, device)
         seconds = runs.seconds
         events = _recorded(runs, kept, survey)
+        survey.end_step()
         asked = keep.asked | kept.accounts.take_saved()  # with what a call held, so that nothing was decided on it
         session = Session(KeepForTiming(), model=model, min_nbytes=min_nbytes)
         with session.watched_by(Silent()):
@@ -609,7 +610,7 @@ def _remade(
         return []
     keys = []
     for parent in value.parents:
-        lives = survey.keys.get(id(parent), [])  # none: the program holds it anyway
+        lives = survey.keys.get(parent, [])  # none: the program holds it anyway
         then = [key for key in lives if line.born.get(key, 0) <= first_read] or lives[:1]
         if then and then[-1] in index:
             keys.append(then[-1])

@@ -217,7 +217,7 @@ class SurveyedValue:
         nbytes: bytes of its storage.
         choices: keep, and what each codec would take; without the choice to remake it.
         exact: the choice of them that leaves out zeros or keeps fewer bits; None where there is none.
-        parents: the values that it would be remade from; None where it cannot be remade.
+        parents: ids of the values that it would be remade from; None where it cannot be remade.
         remake_seconds: time to remake it once from them.
         account: of the value; where it is exposed, the value cannot be remade either.
         reason: why it cannot be remade, or what is repeated.
@@ -234,7 +234,7 @@ class SurveyedValue:
     nbytes: int
     choices: list[Choice]
     exact: Choice | None = None
-    parents: tuple[Value, ...] | None = None
+    parents: tuple[int, ...] | None = None
     account: Account | None = None
     remake_seconds: float = 0.0
     reason: str = ""
@@ -269,6 +269,9 @@ class Births:
         """Notes that a node reads a value."""
         if key:
             note("read", key=key)
+
+    def end_step(self) -> None:
+        """The step that it was to watch is over."""
 
 
 class Silent(Births):
@@ -309,7 +312,7 @@ class Survey(Births):
         self.tries = frozenset(tries)
         self.found: dict[str, SurveyedValue] = {}
         self.keys: dict[int, list[str]] = {}
-        self._alive: list[Value] = []  # so that ids stay their own
+        self._alive: list[Value] = []  # so that ids stay their own in the step
         self._calls: dict[Group, tuple[float, int]] = {}  # seconds and trial sections of calls that save inside
         self._sections: dict[ValueKind, int] = {}  # trial sections of recipes
         self._measured = measured or KindMeasurements()
@@ -354,6 +357,10 @@ class Survey(Births):
             else:
                 found.reason = recipe
         self.spent += time.perf_counter() - started
+
+    def end_step(self) -> None:
+        """Lets go of the step's values, of which a program's own hold their memory."""
+        self._alive.clear()
 
     def _may_try(self) -> bool:
         """Whether a value is tried; if not, it is left for another step."""
@@ -453,8 +460,9 @@ class Survey(Births):
         whole: Tensor,
         found: SurveyedValue,
     ) -> None:
-        found.parents, found.account = tuple(dict.fromkeys(recipe.leaves)), value.account
-        self._alive += found.parents
+        parents = tuple(dict.fromkeys(recipe.leaves))
+        found.parents, found.account = tuple(map(id, parents)), value.account
+        self._alive += parents
         group = recipe.call.group if recipe.call.saved is not None else None
         found.reason, found.group = str(recipe), group
         found.calls, found.in_place = tuple(sorted(recipe.places())), recipe.has_in_place()

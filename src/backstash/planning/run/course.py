@@ -1090,6 +1090,7 @@ class Course:
                 yield "cycle"
                 self._recorded |= owner.passed
             owner.watch(None)
+            told.end_step()
             is_own = owner.last is self._bucket if not is_any else self._is_as_large(owner.last, tried)
             if self._is_for_others:
                 is_own = owner.last is not None and owner.helps(owner.last)
