@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from backstash import policies as registry
-from backstash.arguments import LARGEST
+from backstash.planning.model.sealed import LARGEST
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KNOWN = ", ".join(one.name for one in registry.descriptions())
