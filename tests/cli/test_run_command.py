@@ -47,6 +47,38 @@ def test_run_prints_every_value_if_it_is_asked_to(script: str, invoke: Invoke) -
     assert "1/Relu#0:result" not in short and "1/Relu#0:result" in full and "still held" in full
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--help",),
+        ("fit", "--help"),
+        ("policies",),
+        ("policies", "--json"),
+        ("run", "--full", "{script}"),
+        ("plan", "--budget", "90%", "{script}"),
+        ("estimate", "--budget", "90%", "{script}"),
+        ("fit", "--device", "t4", "{script}"),
+    ],
+    ids=lambda args: " ".join(args[:2]),
+)
+def test_a_reader_who_closes_the_pipe_ends_a_command_without_a_traceback(
+    args: tuple[str, ...], script: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(script).read_text().replace("range(5)", "range(12)")
+    Path(script).write_text(text.replace("print(", "(lambda *_: None)("))  # what that cannot print is its own matter
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "argv", ["tests", *(arg.format(script=script) for arg in args)])
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # for what is left to be written
+    monkeypatch.undo()
+    assert ended.value.code == 141
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_quiet_run_prints_what_the_script_prints(script: str, invoke: Invoke) -> None:
     result = invoke("run", "--quiet", script)
     assert (result.exit_code, result.stdout, result.stderr) == (0, "arguments []\n", "")

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 
+CLOSED_PIPE = 141
+"""The exit code of a command whose reader has closed the pipe, as a shell has it of one that SIGPIPE has ended."""
+
 
 def main() -> None:
     """Runs the command line, or exits with the command that installs a missing package."""
@@ -19,4 +22,10 @@ def main() -> None:
             f"backstash: the command line was asked for, but {missing.name} is not installed. "
             f"Run: pip install 'backstash[cli]'"
         )
-    app()
+    try:
+        app()
+    except SystemExit as ended:
+        # click and rich tell of a closed pipe in such words alone. SIGPIPE itself would end scripts that `run` runs.
+        if isinstance(ended.__context__, BrokenPipeError):
+            sys.exit(CLOSED_PIPE)
+        raise
