@@ -113,6 +113,7 @@ class Prediction:
 def predict(network: str, rows: Sequence[dict[str, Any]], steps: TracedSteps, card: Card) -> list[Prediction]:
     """Returns the rows that the model knows, with its predictions."""
     clock = Clock(card)
+    assert steps.dropped is not None
     found = []
     for row in rows:
         step = {PLAIN: steps.plain, CHECKPOINT: steps.checkpoint}.get(row["way"])
@@ -142,6 +143,7 @@ def off_by(steps: TracedSteps, card: Card) -> int:
 
     A batch that the step before still holds may be in one of them and not in the other.
     """
+    assert steps.dropped is not None
     profile = profile_on(steps, TracedValues(steps.dropped), Clock(card))
     return evaluate(profile, [0] * len(profile.values)).peak_nbytes - profile.plain_peak_nbytes
 

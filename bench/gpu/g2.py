@@ -62,7 +62,7 @@ def predicted(run: Run, name: str) -> dict[str, Any]:
             training.zero()
             torch.autograd.backward([training.loss()])
     steps, clock = tracer.found(), Clock(card)
-    assert steps.checkpoint is not None
+    assert steps.checkpoint is not None and steps.dropped is not None
     ways = {PLAIN: (steps.plain, 0), "checkpoint": (steps.checkpoint, len(steps.dropped.uses))}
     rows = {
         way: {

@@ -632,6 +632,33 @@ _toggle_collection: Callable[[bool, set[Any]], None] = find("autograd.profiler._
 
 
 @contextmanager
+def optimizers_as_on_cuda(*kinds: type[torch.Tensor]) -> Iterator[None]:
+    """Inside, optimizers work on all parameters at once, as they do on CUDA; also on parameters of these classes."""
+    optimizer = import_module("torch.optim.optimizer")
+    types, devices = optimizer._foreach_supported_types, optimizer._get_foreach_kernels_supported_devices
+    with (
+        mock.patch.object(optimizer, "_foreach_supported_types", [*types, *kinds]),
+        mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", return_value=[*devices(), "cpu"]),
+    ):
+        yield
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Inside, torch's own kernels serve on CPU. ``torch.backends.mkldnn.flags`` warns of what else it sets."""
+    before = _mkldnn_enabled()
+    _set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        _set_mkldnn_enabled(before)
+
+
+_mkldnn_enabled: Callable[[], bool] = find("_C._get_mkldnn_enabled")
+_set_mkldnn_enabled: Callable[[bool], None] = find("_C._set_mkldnn_enabled")
+
+
+@contextmanager
 def without_numbers() -> Iterator[None]:
     """Inside, tensors are fake: they have shapes and no numbers. Optimizers treat them as they treat CUDA's.
 
@@ -642,13 +669,12 @@ def without_numbers() -> Iterator[None]:
     def swap(parameter: torch.Tensor, other: torch.Tensor) -> None:
         parameter.data = other.detach()
 
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # a second of imports
+    from torch._subclasses import fake_tensor  # a second of imports
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    optimizer = import_module("torch.optim.optimizer")
-    types, devices = optimizer._foreach_supported_types, optimizer._get_foreach_kernels_supported_devices
     with (
-        mock.patch.object(optimizer, "_foreach_supported_types", [*types, FakeTensor]),
-        mock.patch.object(optimizer, "_get_foreach_kernels_supported_devices", return_value=[*devices(), "cpu"]),
+        mock.patch.object(fake_tensor.log, "disabled", True),  # an operation without a result is told by its error
+        optimizers_as_on_cuda(FakeTensor),
         mock.patch.object(torch.utils, "swap_tensors", swap),
         mock.patch.object(FakeTensor, "tolist", torch.Tensor.tolist),  # its own asks for each number, unseen by modes
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from backstash.cli.commands import app
 from backstash.errors import MeasureError, UnknownNameError
-from backstash.forecast import tracing
+from backstash.forecast import program, tracing
 from backstash.forecast.cards import CARDS, card_named
 from backstash.forecast.costs import Clock, Work
 from backstash.forecast.fitting import Fits
@@ -336,11 +337,138 @@ def test_a_mask_takes_no_less_than_one_that_is_true(tmp_path: Path) -> None:
     assert peaks[1] <= peaks[0] <= 1.1 * peaks[1]
 
 
-def test_what_needs_other_numbers_is_an_error_that_says_so(tmp_path: Path) -> None:
+NEEDING = {
+    "packed": "model(pack_padded_sequence(x, n))[0].data",
+    "packed in any order": "pad_packed_sequence(model(pack_padded_sequence(x, n.flip(0), enforce_sorted=False))[0])[0]",
+    "packed from a list": "model(pack_padded_sequence(x, [4] * len(n)))[0].data",
+    "alignments": "functional.ctc_loss(model(x)[0].log_softmax(-1), torch.ones(len(n), 3).long(), n, n // 2)",
+    "nested rows": "torch.nested.as_nested_tensor(x.transpose(0, 1), layout=torch.jagged).values() @ weight",
+    "strided nested rows": "model(torch.nested.nested_tensor([x[:, 0], x[:3, 1]]).to_padded_tensor(0.0))[0]",
+    "parts": "torch.cat(x.flatten(0, 1).split((n - n + len(n)).tolist()[:4])) @ weight",
+}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("needs", NEEDING)
+def test_a_program_that_needs_numbers_is_traced_with_them(
+    needs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PACKED.format(result=NEEDING[needs]))
+    steps = traced_script(str(script), ("{size}",), unit=4)
+    assert steps.traces[0].computed and not steps.traces[0].guessed
+    assert steps.peak_nbytes("plain", 40) > steps.peak_nbytes("plain", 4)
+    found = {fit.way: fit for fit in Fits(steps, CARDS["t4"], ("lossless", "recompute")).all()}
+    assert 0 < found["plain"].units <= found["plan"].units
+    assert capfd.readouterr().err == ""
+
+
+PACKED = """
+import sys, torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+torch.manual_seed(0)
+model = nn.LSTM(8, 16)
+for _ in range(9):
+    x, n = torch.randn(4, int(sys.argv[1]), 8), torch.full((int(sys.argv[1]),), 4)
+    n[2:] = 3
+    weight = model.weight_ih_l0.T
+    result = {result}
+    result.square().mean().backward()
+"""
+
+
+def test_steps_with_numbers_are_those_without(tmp_path: Path) -> None:
+    found = []
+    for computed in ("", "a reason"):
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.format(line="x = torch.relu(model[0](x))"))
+        found.append(program._traced(str(script), ("32", "9"), False, computed))
+    for name in ("plain", "dropped"):
+        first, second = (getattr(each, name) for each in found)
+        assert first.peak_nbytes == second.peak_nbytes and first.before_nbytes == second.before_nbytes
+        assert [each.name for each in first.operations] == [each.name for each in second.operations]
+        assert first.died.keys() == second.died.keys()
+
+
+def test_a_program_that_needs_numbers_and_too_much_memory_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "_room", lambda: 1000)
+    script = tmp_path / "train.py"
+    script.write_text(PACKED.format(result=NEEDING["packed"]))
+    with pytest.raises(
+        MeasureError,
+        match=r"fails with Dynamic.*, and with numbers its step takes more than the 1000 bytes .* Ask for a small",
+    ):
+        traced_script(str(script), ("32",))
+
+
+def test_what_fails_with_numbers_as_well_is_the_script_s_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(line="x = x[: int(x.sum())] @ x[:2]"))
-    with pytest.raises(MeasureError, match="failed where its tensors have no numbers, after 0 .* each mask is true"):
+    with pytest.raises(MeasureError, match=r"train\.py failed after 0 of 4 backward passes: RuntimeError: .* Run it"):
         traced_script(str(script), ("32", "9"))
+    assert capsys.readouterr().err.count("Traceback") == 1
+
+
+def test_a_way_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(IDENTICAL)
+    done = CliRunner().invoke(app, ["fit", "--quiet", "--device", "t4", str(script), "{size}"])
+    assert done.exit_code == 0, done.output
+    assert "plain" in done.stdout and "What a plan would do is not known: ValueError: another tensor" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+IDENTICAL = """
+import sys, torch
+from torch import nn
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.address = x.untyped_storage()._cdata
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.saved_tensors[0].untyped_storage()._cdata != ctx.address:
+            raise ValueError("another tensor")
+        return gradient * 2
+
+model = nn.Linear(64, 64)
+for _ in range(9):
+    Same.apply(model(torch.randn(int(sys.argv[1]), 64))).mean().backward()
+"""
+
+
+def test_a_way_that_differs_from_size_to_size_leaves_the_others() -> None:
+    traces = [traced(256 * units) for units in TRACED]
+    other = traces[1]
+    for name, why in (("checkpoint", "uncut"), ("dropped", "unplanned")):
+        sized = SizedSteps([traces[0], replace(other, **{name: other.plain}), traces[2]])
+        assert "does other operations at 3 units than at 2" in getattr(sized.traces[0], why)
+        assert [getattr(each, name) for each in sized.traces] == [None] * 3
+        ways = {fit.way for fit in Fits(sized, CARDS["t4"], ("lossless", "recompute")).all()}
+        assert ways == ({"plain", "checkpoint"} if name == "dropped" else {"plain", "plan, as plain", "plan"})
+
+
+def test_plans_reach_what_plain_steps_reach() -> None:
+    """Also where a checkpoint reaches what no plan does."""
+
+    class Known(Fits):
+        def _lowest(self, units: int) -> int:
+            return super()._lowest(units) if units <= self._largest("plain") else 1 << 60
+
+    fits = Known(SizedSteps([traced(256 * units) for units in TRACED]), CARDS["t4"], ("lossless", "recompute"))
+    found = {fit.way: fit.units for fit in fits.all()}
+    assert found["plain"] == found["plan"] < found["checkpoint"]
 
 
 def test_an_error_of_the_script_is_told_without_numbers_being_blamed(tmp_path: Path) -> None:
@@ -461,6 +589,7 @@ def test_blocks_that_cannot_be_cut_leave_the_other_ways(tmp_path: Path) -> None:
     assert steps.peak_nbytes("plain", 40) > steps.peak_nbytes("plain", 4)
     done = CliRunner().invoke(app, ["fit", "--quiet", "--device", "t4", str(script), "{size}"])
     assert done.exit_code == 0 and "do not run in torch.utils.checkpoint: CheckpointError" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 STATEFUL = """

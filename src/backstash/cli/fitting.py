@@ -120,6 +120,10 @@ def _unknown(steps: SizedSteps) -> list[str]:
         )
     if steps.traces[0].uncut:
         lines.append(f"Its blocks do not run in torch.utils.checkpoint: {steps.traces[0].uncut}")
+    if steps.traces[0].unplanned:
+        lines.append(f"What a plan would do is not known: {steps.traces[0].unplanned}")
+    if steps.traces[0].computed:
+        lines.append(f"It was run with its numbers on this machine. Without them it fails: {steps.traces[0].computed}")
     if not steps.has_size:
         lines.append(f"Put {SIZE} in the place of the script's batch or length to learn how large it may be.")
     return lines

@@ -87,6 +87,18 @@ class KnownNumbers:
         return unseen_by_modes(lambda: torch.full(x.shape, self.of(x), dtype=x.dtype, requires_grad=x.requires_grad))
 
 
+class RealNumbers(KnownNumbers):
+    """What numbers are where tensors have them."""
+
+    def computed(self, operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an ATen operation."""
+        return operation(*args, **kwargs)
+
+    def read(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What one of READS returns."""
+        return function(x, *args, **kwargs)
+
+
 def _asks_for_infinity(name: str, args: Sequence[Any]) -> bool:
     """Whether an operation tells what is infinite or NaN, which is nothing."""
     if name in ("isnan", "isinf", "isposinf", "isneginf", "_amp_foreach_non_finite_check_and_unscale_"):

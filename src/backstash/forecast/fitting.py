@@ -75,7 +75,9 @@ class Fits:
             recomputed = self._largest("checkpoint")
             found.append(self._fit("checkpoint", recomputed))
             most = max(most, recomputed)
-        planned = self._largest_planned(max(1, most))
+        if self.steps.traces[0].dropped is None:
+            return found
+        planned = self._largest_planned(max(1, most), plain)
         if 0 < most < planned:
             found.append(self._planned(most, f"plan, {'as checkpoint' if most > plain else 'as plain'}"))
         return [*found, self._planned(planned, "plan")]
@@ -87,7 +89,8 @@ class Fits:
 
     def _fit(self, way: str, units: int) -> Fit:
         step = getattr(self.steps.at(max(1, units)), way)
-        hooked = len(self.steps.traces[0].dropped.uses) if way == "checkpoint" else 0
+        dropped = self.steps.traces[0].dropped
+        hooked = len(dropped.uses) if way == "checkpoint" and dropped is not None else 0
         return Fit(way, units, step.peak_nbytes, self.clock.step(step.works, hooked))
 
     # -- plans ---------------------------------------------------------------------------------------------------------
@@ -99,6 +102,7 @@ class Fits:
     def profile(self, units: int) -> StepProfile:
         """Returns the profile of a step at a size on this card."""
         traced = self.steps.at(units)
+        assert traced.dropped is not None
         return profile_on(traced, TracedValues(traced.dropped), self.clock)
 
     def _lowest(self, units: int) -> int:
@@ -106,10 +110,15 @@ class Fits:
         planner = self.planner(units)
         return planner.profile.held_nbytes + planner.solutions[0].peak_nbytes
 
-    def _largest_planned(self, least: int) -> int:
-        """Returns the largest size for which there is a plan, looked for by a line through the last two sizes."""
+    def _largest_planned(self, least: int, plain: int) -> int:
+        """Returns the largest size for which there is a plan, looked for by a line through the last two sizes.
+
+        Args:
+            least: where it is looked for from on.
+            plain: the largest size of plain steps, which are an empty plan's.
+        """
         if self._lowest(least) > self.room:
-            return 0 if least == 1 else self._largest_planned(1)
+            return 0 if least == 1 else self._largest_planned(plain if plain < least else 1, plain)
         if not self.steps.has_size:
             return 1
         fits, fails = least, MOST

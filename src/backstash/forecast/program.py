@@ -1,17 +1,28 @@
-"""Runs a training script without numbers, once for each size that is traced."""
+"""Runs a training script without numbers, once for each size that is traced; with numbers where it needs them."""
 
 from __future__ import annotations
 
 import gc
 import io
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 from backstash.errors import MeasureError
 from backstash.forecast.sizes import TRACED, SizedSteps
 from backstash.forecast.tracing import STEPS, StepTracer, TracedSteps
 from backstash.integrations.launcher import execute
 from backstash.telling import note_progress
+
+SHARE = 1 / 3
+"""The share of this machine's free memory that may be alive in steps with numbers."""
+
+UNKNOWN_ROOM = 2 << 30
+"""The same in bytes, where the system does not say how much is free."""
 
 SIZE = "{size}"
 """What stands for the size among a script's arguments."""
@@ -27,39 +38,86 @@ def traced_script(script: str, args: Sequence[str] = (), *, is_module: bool = Fa
         unit: what the size is a multiple of.
 
     Raises:
-        MeasureError: the script failed, or ended before enough steps.
+        MeasureError: the script failed, or ended before enough steps, or needs numbers and takes too much memory.
         ScriptError: there is no such file or module.
     """
     has_size = any(SIZE in each for each in args)
-    traces = []
     sizes = TRACED if has_size else TRACED[:1]
-    for number, units in enumerate(sizes, 1):
-        note_progress("tracing steps", number, len(sizes))
-        traces.append(_traced(script, [each.replace(SIZE, str(units * unit)) for each in args], is_module))
-        gc.collect()  # the program's model and optimizer are cycles
-    return SizedSteps(traces)
+
+    def traced(computed: str = "") -> SizedSteps:
+        traces = []
+        for number, units in enumerate(sizes, 1):
+            note_progress(f"tracing steps{' with numbers' if computed else ''}", number, len(sizes))
+            sized = [each.replace(SIZE, str(units * unit)) for each in args]
+            traces.append(_traced(script, sized, is_module, computed))
+            gc.collect()  # the program's model and optimizer are cycles
+        return SizedSteps(traces)
+
+    try:
+        return traced()
+    except _FailedError as failure:
+        why = failure.why
+    return traced(why)
 
 
-def _traced(script: str, args: Sequence[str], is_module: bool) -> TracedSteps:
+class _FailedError(MeasureError):
+    """A script has failed in its plain steps."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def _traced(
+    script: str, args: Sequence[str], is_module: bool, computed: str = "", order: Sequence[str] = STEPS
+) -> TracedSteps:
+    """Runs a script until its steps were traced.
+
+    Args:
+        script, args, is_module: as for :func:`traced_script`.
+        computed: why the script needs numbers; empty where it runs without.
+        order: the steps that are looked at. One fewer where a plan's has failed.
+    """
     failed: list[BaseException] = []
-    with redirect_stdout(io.StringIO()), StepTracer() as tracer:  # its numbers would mean nothing
+    shown: list[tuple[Any, ...]] = []
+    most = _room() if computed else None
+    with (
+        redirect_stdout(io.StringIO()),  # its numbers would mean nothing
+        mock.patch.object(sys, "excepthook", lambda *error: shown.append(error)),
+        StepTracer(order=order, most_nbytes=most) as tracer,
+    ):
         execute(script, args, is_module=is_module, failed=failed.append)
-        is_cut = tracer.is_cutting
-    is_uncut = bool(failed) and is_cut and not tracer.is_done
-    if failed and not tracer.is_done and not is_uncut:
-        where, mend = "", "if nothing does, it has read numbers of a tensor, each of which is 1 here"
-        if isinstance(failed[0], (RuntimeError, TypeError)):  # as torch raises them
-            where = " where its tensors have no numbers,"
-            mend = (
-                "if nothing does, what depends on numbers has to be left out of these steps: each is 1 here, and each "
-                "mask is true"
-            )
+        changed = tracer.changed
+    if tracer.is_too_large:
         raise MeasureError(
-            f"a forecast was asked for, but {script} failed{where} after {len(tracer.steps)} of {len(STEPS)} backward "
-            f"passes: {type(failed[0]).__name__}: {str(failed[0])[:300]}. Run it without backstash, and mend what "
-            f"fails there; {mend}."
-        ) from failed[0]
-    return tracer.found(f"{type(failed[0]).__name__}: {_first_line(failed[0])}" if is_uncut else "")
+            f"a forecast was asked for, but without numbers {script} fails with {computed}, and with numbers its step "
+            f"takes more than the {most} bytes that may be used of this machine's memory. Ask for a smaller "
+            f"model or size here, or on a machine with more memory; or leave out of these steps what needs numbers."
+        )
+    if not failed or tracer.is_done:
+        return replace(tracer.found(), computed=computed)
+    why = f"{type(failed[0]).__name__}: {_first_line(failed[0])}"
+    if changed == "dropped":
+        again = _traced(script, args, is_module, computed, [each for each in order if each != changed])
+        return replace(again, unplanned=why)
+    if changed:
+        return replace(tracer.found(why), computed=computed)
+    if computed:
+        for error in shown:
+            sys.excepthook(*error)
+    raise _FailedError(
+        f"a forecast was asked for, but {script} failed after {len(tracer.steps)} of {len(order)} backward passes: "
+        f"{type(failed[0]).__name__}: {str(failed[0])[:300]}. Run it without backstash, and mend what fails there.",
+        why,
+    ) from failed[0]
+
+
+def _room() -> int:
+    """Bytes that a traced step may take on this machine, as much as is copied of it, and as much again."""
+    try:
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE)
+    except (AttributeError, OSError, ValueError):  # this system does not say
+        return UNKNOWN_ROOM
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,8 +9,9 @@ Note: [three sizes]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,20 +31,27 @@ class SizedSteps:
         traces: the steps at the sizes of TRACED; at one alone, where the program has no size.
 
     Raises:
-        MeasureError: the program does something else at another size.
+        MeasureError: the program does something else at another size in its plain steps.
     """
 
     def __init__(self, traces: Sequence[TracedSteps]) -> None:
-        self.traces = tuple(traces)
-        first = self.traces[0]
-        for number, other in zip(TRACED[1:], self.traces[1:], strict=False):
-            for own, step in zip(_steps(first), _steps(other), strict=True):
-                if [each.name for each in own.operations] != [each.name for each in step.operations]:
-                    raise MeasureError(
-                        f"a forecast was asked for any size, but the program does other operations at {number} units "
-                        f"than at {TRACED[0]}: {len(step.operations)} there and {len(own.operations)} here. Leave "
-                        f"{{size}} out for a forecast of one size, or choose a --unit above which steps are alike."
-                    )
+        if differs := _difference(traces, "plain"):
+            raise MeasureError(
+                f"a forecast was asked for any size, but {differs}. Leave {{size}} out for a forecast of one size, or "
+                f"choose a --unit above which steps are alike."
+            )
+        uncut, unplanned = (_first_of(getattr(each, why) for each in traces) for why in ("uncut", "unplanned"))
+        uncut, unplanned = uncut or _difference(traces, "checkpoint"), unplanned or _difference(traces, "dropped")
+        self.traces = tuple(
+            replace(
+                each,
+                checkpoint=None if uncut else each.checkpoint,
+                dropped=None if unplanned else each.dropped,
+                uncut=uncut,
+                unplanned=unplanned,
+            )
+            for each in traces
+        )
 
     @property
     def has_size(self) -> bool:
@@ -54,11 +62,11 @@ class SizedSteps:
         """Returns the steps at a size, in units."""
         if not self.has_size or units in TRACED:
             return self.traces[TRACED.index(units) if self.has_size else 0]
-        own = [_steps(traced) for traced in self.traces]
-        found = [_between(each, units) for each in zip(*own, strict=True)]
-        return replace(
-            self.traces[0], plain=found[0], dropped=found[1], checkpoint=found[2] if len(found) > 2 else None
-        )
+        found: dict[str, Any] = {}
+        for name in ("plain", "dropped", "checkpoint"):
+            steps = [step for step in _all(self.traces, name) if step is not None]
+            found[name] = _between(steps, units) if steps else None
+        return replace(self.traces[0], **found)
 
     def peak_nbytes(self, way: str, units: int) -> int:
         """Returns the most bytes that are alive in a plain step, or in one with checkpoints, without the rest of it."""
@@ -68,8 +76,26 @@ class SizedSteps:
         return int(_extended(np.array(most, float), units).max())
 
 
-def _steps(traced: TracedSteps) -> list[StepTrace]:
-    return [step for step in (traced.plain, traced.dropped, traced.checkpoint) if step is not None]
+def _difference(traces: Sequence[TracedSteps], name: str) -> str:
+    """What a step does at one size and not at another; empty where it does the same."""
+    first, *others = (
+        [each.name for each in step.operations] if step is not None else [] for step in _all(traces, name)
+    )
+    for number, other in zip(TRACED[1:], others, strict=False):
+        if other != first:
+            return (
+                f"the program does other operations at {number} units than at {TRACED[0]}: {len(other)} there and "
+                f"{len(first)} here"
+            )
+    return ""
+
+
+def _all(traces: Sequence[TracedSteps], name: str) -> list[StepTrace | None]:
+    return [getattr(each, name) for each in traces]
+
+
+def _first_of(reasons: Iterable[str]) -> str:
+    return next(filter(None, reasons), "")
 
 
 def _extended(numbers: NDArray[np.float64], units: int) -> NDArray[np.float64]:

@@ -14,6 +14,11 @@ Note: [as on a card]
     at once, and a softmax that autocast computes in float32 reads its input as it is, without a copy in float32.
     Transformers makes masks for attention where it sees fake tensors, which it would not on a card, so it is told that
     there are none.
+
+Note: [steps with numbers]
+    Some operations have no shape without numbers: packed sequences, losses over alignments, nested tensors. A program
+    that needs them is traced with numbers, if this machine has the memory. Then what the hooks let go of is copied, and
+    backward reads the copy, which does not count; and attention is what it is on CPU.
 """
 
 from __future__ import annotations
@@ -48,11 +53,14 @@ from backstash.torch_internals import (
     TorchDispatchMode,
     at_end_of_backward,
     backward_engine,
+    optimizers_as_on_cuda,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     replace_backward_engine,
     running_node,
+    unseen_by_modes,
     without_data,
+    without_mkldnn,
     without_numbers,
 )
 
@@ -163,23 +171,28 @@ class TracedSteps:
     """The steps of a program.
 
     Attributes:
-        plain, dropped, checkpoint: see Note: [steps of a trace]; the last is None where no block repeats itself.
+        plain, dropped, checkpoint: see Note: [steps of a trace]; the last is None where no block repeats itself, and
+            each of the last two where it has failed.
         blocks: how many blocks a checkpoint was put around.
         uncut: why no checkpoint could be put around the blocks; empty where one could.
         guessed: how many numbers modules have asked tensors for, each of which was answered with 1, and how often
             anything was selected by a mask, which was taken to be true.
+        unplanned: why no plan can be told; empty where one can.
+        computed: why the steps were traced with numbers; empty where they were not.
     """
 
     plain: StepTrace
-    dropped: StepTrace
+    dropped: StepTrace | None
     checkpoint: StepTrace | None
     blocks: int
     guessed: int
     uncut: str = ""
+    unplanned: str = ""
+    computed: str = ""
 
 
 class Ended(SystemExit):
-    """Ends a program whose steps were traced."""
+    """Ends a program whose steps were traced, or take too much memory."""
 
 
 class StepTracer(TorchDispatchMode):
@@ -187,15 +200,26 @@ class StepTracer(TorchDispatchMode):
 
     Args:
         blocks: the modules that a checkpoint recomputes; None for those that repeat themselves (see repeated).
+        order: the names of the steps that are looked at, of those in STEPS.
+        most_nbytes: bytes that may be alive, where the steps are traced with numbers (Note: [steps with numbers]); None
+            for steps without.
 
     Attributes:
         steps: by their names in STEPS, those that have ended.
         guessed: as in TracedSteps.
         modules: those that the program has called outermost.
+        is_too_large: whether more bytes were alive than may be.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module] | None = None,
+        order: Sequence[str] = STEPS,
+        most_nbytes: int | None = None,
+    ) -> None:
         super().__init__()
+        self._order, self._most_nbytes, self._computes = order, most_nbytes, most_nbytes is not None
+        self.is_too_large = False
         self.steps: dict[str, StepTrace] = {}
         self.guessed = 0
         self.modules: dict[nn.Module, None] = {}
@@ -214,7 +238,7 @@ class StepTracer(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         self._running: list[str] = []
         self._contexts = ExitStack()
-        self._numbers = answers.KnownNumbers()
+        self._numbers = answers.RealNumbers() if self._computes else answers.KnownNumbers()
         self._mode = _AsOnCuda(self._guess, self._numbers)
         self._fused: set[Storage] = set()  # results of softmaxes that have no copy of their input
         self._stands_for: dict[Storage, Storage] = {}
@@ -227,7 +251,7 @@ class StepTracer(TorchDispatchMode):
     @property
     def is_done(self) -> bool:
         """Whether all steps were traced."""
-        return len(self.steps) == len(STEPS)
+        return len(self.steps) == len(self._order)
 
     def found(self, failure: str = "") -> TracedSteps:
         """Returns the steps.
@@ -240,14 +264,14 @@ class StepTracer(TorchDispatchMode):
         """
         if not self.is_done and not failure:
             raise MeasureError(
-                f"a forecast was asked for, but the program ended after {len(self.steps)} of the {len(STEPS)} backward "
-                f"passes that it takes. Let it train for some more steps."
+                f"a forecast was asked for, but the program ended after {len(self.steps)} of the {len(self._order)} "
+                f"backward passes that it takes. Let it train for some more steps."
             )
         self._count = 0 if failure else self._count
         is_cut = bool(self._count)
         return TracedSteps(
             self.steps["plain"],
-            self.steps["dropped"],
+            self.steps.get("dropped"),
             self.steps["checkpoint"] if is_cut else None,
             self._count,
             self.guessed,
@@ -255,14 +279,17 @@ class StepTracer(TorchDispatchMode):
         )
 
     @property
-    def is_cutting(self) -> bool:
-        """Whether all steps were traced but the one in which blocks run in a checkpoint."""
-        return len(self.steps) == len(STEPS) - 1 and bool(self._wrapped)
+    def changed(self) -> str:
+        """The name of the step in progress, if the program does not run there as it is; else empty."""
+        return "dropped" if self._is_dropping else "checkpoint" if self._wrapped else ""
 
     def __enter__(self) -> StepTracer:
-        self._contexts.enter_context(without_numbers())
+        self._contexts.enter_context(optimizers_as_on_cuda() if self._computes else without_numbers())
         self._contexts.enter_context(self._mode)
-        self._contexts.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
+        if self._computes:
+            self._contexts.enter_context(without_mkldnn())  # whose memory grows in blocks
+        else:
+            self._contexts.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _attention))
         self._contexts.enter_context(mock.patch.object(functional, "dropout", _dropout))
         self._contexts.enter_context(without_data(self._loading))
         self._contexts.enter_context(without_files())
@@ -352,12 +379,19 @@ class StepTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_done:
             raise Ended(0)
+        if self._most_nbytes is not None and self._alive_nbytes > self._most_nbytes:
+            self.is_too_large = True
+            raise Ended(0)
+        if self._computes and any(map(_is_wrapper, types)):
+            return NotImplemented  # what it is made of comes here after it
         if (
             torch.is_inference_mode_enabled()
             and (parts := self._parts_of(operation, args, kwargs)) is not NotImplemented
         ):
             return parts
         name = aten_name(operation)
+        if self._computes and name in ("_local_scalar_dense", "equal"):
+            return operation(*args, **kwargs)
         if name == "_local_scalar_dense":
             known = self._numbers.item(args[0])
             if known is not None:
@@ -377,7 +411,7 @@ class StepTracer(TorchDispatchMode):
         if is_backward and not self._is_in_backward:
             self._is_in_backward = True
             at_end_of_backward(self._end_step)
-        self.guessed += not is_backward and answers.selects(name, args)
+        self.guessed += not (is_backward or self._computes) and answers.selects(name, args)
         result = self._numbers.computed(operation, name, args, kwargs)
         work = work_of(operation, args, kwargs, result)
         reads = [self._storage_of(each) for each in each_tensor((args, tuple(kwargs.values())))]
@@ -421,7 +455,7 @@ class StepTracer(TorchDispatchMode):
 
     def _guess(self) -> None:
         """A number is asked for; what a loop does with it, which prints it, decides nothing."""
-        self.guessed += bool(self._running)
+        self.guessed += bool(self._running) and not self._computes
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
@@ -490,7 +524,7 @@ class StepTracer(TorchDispatchMode):
         """A backward pass has ended, and the next step begins."""
         self._is_in_backward, self._is_prepared = False, False
         self._asked = None, 0
-        self.steps[STEPS[len(self.steps)]] = self._now
+        self.steps[self._order[len(self.steps)]] = self._now
         self._now = StepTrace(before_nbytes=self._alive_nbytes, nbytes=dict(self._now.nbytes))
 
     def _prepare(self) -> None:
@@ -498,7 +532,7 @@ class StepTracer(TorchDispatchMode):
         self._is_prepared = True
         self._keep()
         self._unwrap()
-        following = STEPS[len(self.steps)]
+        following = self._order[len(self.steps)]
         if following == "dropped":
             push_saved_tensor_hooks(self._pack, self._unpack)
             self._is_dropping = True
@@ -513,10 +547,11 @@ class StepTracer(TorchDispatchMode):
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> _Packed | Tensor:
-        if x.layout is not torch.strided:
+        if x.layout is not torch.strided or x.is_nested or _is_wrapper(type(x)):
             return x
         number = self._storage_of(x)
-        return _Packed(number, TensorSpec.of(x), self._running[-1] if self._running else "")
+        copied = unseen_by_modes(lambda: x.detach().clone()) if self._computes else None
+        return _Packed(number, TensorSpec.of(x), self._running[-1] if self._running else "", copied)
 
     def _unpack(self, packed: _Packed | Tensor) -> Tensor:
         if isinstance(packed, Tensor):
@@ -524,12 +559,14 @@ class StepTracer(TorchDispatchMode):
         node = running_node()
         if node is not None:
             self._note_use(node, packed)
-        spec = packed.spec
-        x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-        self._now.operations.pop()  # it is no operation of the step
+        spec, x = packed.spec, packed.copied
+        if x is None:
+            x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            self._now.operations.pop()  # it is no operation of the step
         number = self._storage_of(x)
-        self._alive_nbytes -= self._now.nbytes[number]
-        self._uncounted.add(number)
+        if number not in self._uncounted:  # a copy may be read twice
+            self._alive_nbytes -= self._now.nbytes[number]
+            self._uncounted.add(number)
         self._stands_for[number] = packed.storage
         return x
 
@@ -554,11 +591,12 @@ class StepTracer(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """What stands for a saved tensor: its memory, its spec, and the module that was running."""
+    """What stands for a saved tensor: its memory, its spec, the module that was running, and any numbers."""
 
     storage: Storage
     spec: TensorSpec
     module: str
+    copied: Tensor | None = None
 
 
 class _AsOnCuda(TorchFunctionMode):
@@ -595,6 +633,11 @@ class _AsOnCuda(TorchFunctionMode):
             return function(*args, **kwargs)
         finally:
             self.casts -= 1
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class are made of others, as nested ones are."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _is_half(argument: Any) -> bool:

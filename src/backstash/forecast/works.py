@@ -42,9 +42,9 @@ PASSES = {"native_batch_norm": 1.5, "native_group_norm": 1.5, "_log_softmax": 1.
 
 
 def each_tensor(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors of arguments or results, also those in lists; not sparse ones, whose size is not known."""
+    """Yields the tensors of arguments or results, also those in lists; not sparse or nested ones, without a shape."""
     if isinstance(values, Tensor):
-        if values.layout is torch.strided:
+        if values.layout is torch.strided and not values.is_nested:
             yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
