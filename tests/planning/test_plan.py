@@ -173,9 +173,29 @@ def test_a_budget_that_nothing_fits_into_has_the_smallest_one_and_its_plan() -> 
     assert error.plan.peak_nbytes == error.smallest_nbytes == PLANNER.solutions[0].peak_nbytes
     assert error.seconds == error.plan.seconds > 1.0
     assert "5.00 MiB of it is there whatever is done" in str(error)
+    assert "to allow more does not help" in str(error)
     assert PLANNER.plan(error.smallest_nbytes).decisions == error.plan.decisions
     with pytest.raises(BudgetError, match="allowing nothing"):
         plan(NETWORK, "50%", allow=())
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (3, "results and what operations take, most while op3 runs in the forward pass"),
+        (7, "gradients and what operations take, most while op7 of layers.2.act runs in the backward pass"),
+    ],
+)
+def test_what_does_not_fit_is_told_where_it_is_no_saved_tensor(at: int, said: str) -> None:
+    base = tuple(40 * MIB if number == at else MIB for number in range(10))
+    positions = tuple(replace(each, module="layers.2.act" if each.is_backward else "") for each in NETWORK.positions)
+    profile = replace(NETWORK, positions=positions, base_nbytes=base, plain_peak_nbytes=80 * MIB)
+    with pytest.raises(BudgetError, match=f"40.00 MiB of it is there whatever is done with saved tensors: {said}"):
+        plan(profile, 30 * MIB)
+    with pytest.raises(
+        BudgetError, match="that fits is [^;]* Pass that budget, allow more, or train on smaller batches"
+    ):
+        plan(profile, 41 * MIB, allow=())
 
 
 def test_errors_of_bounded_values_have_a_limit() -> None:

@@ -157,6 +157,13 @@ class Planner:
         """How many bytes of a step's peak are there whatever is done with values: no more than a plain step has."""
         return min(int(self._model.base.max()), self.profile.plain_peak_nbytes)
 
+    def _floor_is_of(self) -> str:
+        """What runs where most is there whatever is done with values, in words."""
+        position = self.profile.positions[int(self._model.base.argmax())]
+        module = f" of {position.module}" if position.module else ""
+        what, where = ("gradients", "backward") if position.is_backward else ("results", "forward")
+        return f"{what} and what operations take, most while {position.name}{module} runs in the {where} pass"
+
     def search(self) -> Iterator[None]:
         """Searches for the best solutions a little at a time. All who iterate share one search."""
         if self._frontier is None:
@@ -251,12 +258,15 @@ class Planner:
         least = min(self._predicted(lowest), self.profile.plain_peak_nbytes)  # for which the plan is to keep everything
         smallest = self._plan(least, lowest)
         floor = min(self.floor_nbytes, least)  # which may have been seen to take less
-        held = f"; {size(floor)} of it is there whatever is done with saved tensors" if nbytes < floor else ""
+        held, do = "", "allow more, or train on smaller batches"
+        if nbytes < floor:
+            held = f"; {size(floor)} of it is there whatever is done with saved tensors: {self._floor_is_of()}"
+            do = "or train on smaller batches, or a smaller model: to allow more does not help"
         raise BudgetError(
             f"a plan was asked for within {size(nbytes)} ({nbytes} bytes) above what is held before the step, allowing "
             f"{', '.join(self.allow) or 'nothing'}, but the smallest budget that fits is {least} bytes "
             f"({size(least)}){held}. A step then takes {1000 * lowest.seconds:.0f} ms instead of "
-            f"{1000 * self.profile.seconds:.0f} ms. Pass that budget, allow more, or train on smaller batches.",
+            f"{1000 * self.profile.seconds:.0f} ms. Pass that budget, {do}.",
             least,
             lowest.seconds,
             smallest,
