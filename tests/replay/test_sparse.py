@@ -97,3 +97,21 @@ def test_a_sparse_tensor_that_was_changed_since_is_an_error(layout: torch.layout
     model.edges.zero_()  # type: ignore[operator, union-attr]
     with pytest.raises(SavedTensorModifiedError, match=r"inplace operation: \[float32 \[24, 24\]\]"):
         loss.backward()
+
+
+def test_a_settled_pass_that_differs_in_a_sparse_product_goes_on() -> None:
+    """The call in which a pass turns out to be another one has saved a sparse tensor, which has no storage."""
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = Graph(torch.sparse_coo, True)
+        session = nullcontext() if is_plain else bs.Session("lossless", min_nbytes=0, stop_if_useless=False)
+        for step in range(10):
+            for weight in (model.weights, model.first.weight):  # the product saves other tensors than before
+                weight.requires_grad_(step < 8)
+            model.zero_grad()
+            with session:
+                loss = model(torch.randn(24, 16)).square().mean()
+            loss.backward()
+        found.append([loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert len(found[0]) == len(found[1]) and all(map(equal_bits, *found))

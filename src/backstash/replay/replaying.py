@@ -441,7 +441,7 @@ class Replaying:
         forward, unnamed = self._forward, self._unnamed
         self._unnamed = []
         forward.depth = max(0, forward.depth - 1)
-        wanted = {id(packed): saved for packed, saved in unnamed}
+        wanted = {id(packed): saved for packed, saved in unnamed if saved.is_plain}
         wanted |= {id(saved): saved for saved in forward.unnamed if saved.is_plain}
         forward.unnamed = []
         with no_torch_function():
