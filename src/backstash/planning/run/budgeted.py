@@ -10,6 +10,11 @@ Note: [between steps]
     that are called inside of what is compiled do not count: at the end of each part Dynamo puts back the modes that
     there were at its beginning. If a backward pass has ended and no module was heard of, forward passes begin where
     the one before has ended, or where this is entered.
+
+Note: [full stores]
+    A disk may fill up at any time, and other programs may fill it. That ends no training: what a store has no room for
+    stays on its device, and the next step runs under a plan of the same profiles that moves nothing. No step is
+    profiled again for it. Nothing is moved from then on, since what has filled the disk once may do so in any step.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.capture.modules import Signature, signature_of
 from backstash.capture.names import Entries
-from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError
+from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError, StoreError
 from backstash.ops.backends import serving
 from backstash.planning.measure import link
 from backstash.planning.measure.survey import KeepForSurvey
@@ -50,14 +55,17 @@ from backstash.planning.run.course import PATIENCE, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.following import Following, Witness
 from backstash.planning.run.guard import Guard, in_front_of
+from backstash.planning.run.overflow import Overflowing
 from backstash.planning.run.retry import Before, advise, is_of_collective, is_out_of_memory
 from backstash.planning.run.trainings import Trainings
 from backstash.planning.run.unhooked import Unhooked
 from backstash.planning.run.within import Within
+from backstash.planning.search.planner import Planner
 from backstash.policies import Policy, get
 from backstash.session import Session, made_again
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
+from backstash.stores import DeviceStore, Store
 from backstash.torch_internals import (
     current_function_mode,
     hide_from_dynamo,
@@ -123,6 +131,7 @@ class Budgeted(Following):
         is_hurried: whether steps may take as long as they want, because as few of them as possible are to be measured.
         spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
             as treated graphs do.
+        overflown: why nothing is moved any more; empty as long as stores have room (Note: [full stores]).
         unused_nbytes: bytes that the allocator reserves for a plain step beside what is allocated of it; 0 where the
             budget is one of what is allocated.
         agreement: what ranks tell each other; None if each keeps the budget for itself.
@@ -177,10 +186,12 @@ class Budgeted(Following):
         self.error_limit = error_limit
         self.device = device or accelerator.kind() or "cpu"
         self.link = link.allowed(self.tries, self.device, offload_to)
-        limits = budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of
-        self.buckets = Buckets(folder, (*limits, self.allow, min_nbytes, self.device))
+        self._plans = folder, (budget, limit_of_errors(error_limit, allow), self.link and self.link.directory, of)
+        self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
+        self.buckets = self._new_buckets()
         self._arguments = {**options, "error_limit": error_limit, "plan": plan, "min_nbytes": min_nbytes}
         self._arguments |= {
+            "allow": self.allow,
             "device": device,
             "folder": folder,
             "offload_to": offload_to,
@@ -188,8 +199,8 @@ class Budgeted(Following):
             "of": of,
             "strict": strict,
         }
-        self._options = options | ({} if min_nbytes is None else {"min_nbytes": min_nbytes})
         self.given = plan
+        self.overflown = ""
         self._steps = 0  # of Sessions that are not used any more
         self._keeping: dict[int, KeepForSurvey] = {}
         self._entries = Entries()
@@ -211,6 +222,11 @@ class Budgeted(Following):
         self.has_planned = False
         self.is_hurried = False
         _prepare(self.device)
+
+    def _new_buckets(self) -> Buckets:
+        """No kind of steps yet, whose plans depend on what is allowed."""
+        folder, limits = self._plans
+        return Buckets(folder, (*limits, self.allow, self._options.get("min_nbytes"), self.device))
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
@@ -391,6 +407,8 @@ class Budgeted(Following):
         bucket = self.last
         if plan is None or bucket is None or bucket.plan is None or bucket.plan.fingerprint == plan.fingerprint:
             return
+        if self.overflown and plan.fetches is not None:
+            return
         budget = bucket.found.budget_nbytes or plan.budget
         policy = self.guarded(bucket, plan, max(budget, plan.peak_nbytes))
         bucket.plan = plan
@@ -402,10 +420,10 @@ class Budgeted(Following):
             self.close()
 
     def __deepcopy__(self, memo: Any) -> Budgeted:
-        return Budgeted(self.budget, self.allow, **self._arguments)
+        return Budgeted(self.budget, **self._arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return made_again(partial(Budgeted, self.budget, self.allow), self._arguments)
+        return made_again(partial(Budgeted, self.budget), self._arguments)
 
     # -- what there is to tell -----------------------------------------------------------------------------------
 
@@ -426,6 +444,7 @@ class Budgeted(Following):
         course = self._course
         told = "" if course is None else course.trouble
         trouble = found.trouble or told or (MIXED if self.order.is_mixed else "")
+        trouble = "; ".join(each for each in (trouble, self.overflown) if each)
         predicted = sum(each.is_predicted for each in planned)
         progress = "" if course is None else f"no plan yet after {self.begun} forward passes: {course.stage}"
         if not self.begun:
@@ -499,6 +518,8 @@ class Budgeted(Following):
             return  # a step has one plan, whatever its second model is given
         if model is not None and self._trainings.has_ended_with(model):
             self._begin_anew()
+        if self.overflown and "offload" in self.tries:
+            self._move_no_more()
         if self.period > 1:
             self._listen()
         self.last = bucket = self.buckets.of(signature)
@@ -696,9 +717,51 @@ class Budgeted(Following):
         """A new Session with that policy; with ``is_unhooked``, one that installs nothing."""
         if is_unhooked:
             return Unhooked(policy)
-        session = Session(policy, **({"stop_if_useless": False} | self._options | options))
+        stores = self._stores_for(policy)
+        session = Session(policy, **({"stop_if_useless": False} | self._options | {"stores": stores} | options))
         session._entries = self._entries
         return session
+
+    def _stores_for(self, policy: Policy) -> dict[str, Store]:
+        """The user's stores and those of a policy (Note: [full stores])."""
+        stores: dict[str, Store] = dict(self._options.get("stores") or {})
+        for name, opens in (policy.stores or {}).items():
+            if name not in stores:
+                try:
+                    stores[name] = opens()
+                except StoreError as error:
+                    stores[name] = DeviceStore()
+                    self._overflow(str(error))
+        return {name: store if name == "host" else Overflowing(store, self._overflow) for name, store in stores.items()}
+
+    def _overflow(self, why: str) -> None:
+        """A store has no room, for the reason that is given."""
+        self.overflown = self.overflown or f"nothing is moved any more, because {why}"
+
+    def _move_no_more(self) -> None:
+        """All is planned anew from what was measured, and nothing is moved (Note: [full stores])."""
+        warnings.warn(
+            f"a plan within {self.budget} was asked for, and values were moved, but now {self.overflown}. Steps are "
+            f"planned anew without that. Make room there, or name another folder, and begin again.",
+            stacklevel=2,
+        )
+        self.abandon()
+        before, self._steps = self.buckets, self.begun
+        self.allow = tuple(word for word in self.allow if word != "offload")
+        self.tries, self.link = families(self.allow), None
+        self.given = self.last = None
+        self._guards.clear()
+        self.buckets = self._new_buckets()
+        self.buckets.recorded_share = before.recorded_share
+        self.has_planned = any(each.is_measured and each.found.reached_nbytes for each in before)
+        for each in before:
+            bucket = self.buckets.of(each.signature)
+            bucket.met, bucket.margin = each.met, each.margin
+            if each.is_measured:
+                bucket.planner = Planner(each.planner.profile, self.allow, self.error_limit)
+                bucket.surveys = each.surveys
+                facts = each.found.plain_nbytes, each.found.plain_seconds
+                bucket.found = Within(plain_nbytes=facts[0], plain_seconds=facts[1])
 
     def keeping(self, cycles: int) -> KeepForSurvey:
         """The policy for steps in which everything is kept, so that what a model has taught under it is found again.
