@@ -32,8 +32,10 @@ TICK = 0.001
 class Ticking(Clock):
     """A clock by which all that is computed between two looks at it takes a tick."""
 
+    tick = TICK
+
     def __call__(self) -> float:
-        self.now += TICK
+        self.now += self.tick
         return self.now
 
 
@@ -63,17 +65,17 @@ def clock(monkeypatch: pytest.MonkeyPatch, compiles_nothing: None) -> Clock:
 
 
 class Loop:
-    """A training loop in which plain steps take a second, and all others twice as long."""
+    """A training loop in which plain steps take a second, or so many, and all others twice as long."""
 
-    def __init__(self, session: Budgeted, clock: Clock) -> None:
+    def __init__(self, session: Budgeted, clock: Clock, seconds: float = 1.0) -> None:
         self.model, self.x = Cells(), torch.randn(16, 32)
-        self.session, self.clock = session, clock
+        self.session, self.clock, self.seconds = session, clock, seconds
 
     def step(self) -> float:
         """Runs a step, and returns by how much more the clock has moved than that."""
         with self.session:
             loss = self.model(self.x).square().mean()
-            seconds = 1.0 if isinstance(self.session._session, Unhooked) else 2.0
+            seconds = self.seconds if isinstance(self.session._session, Unhooked) else 2.0 * self.seconds
         began = self.clock.now
         self.clock.sleep(seconds)
         loss.backward()
@@ -96,8 +98,40 @@ def test_no_step_waits_for_the_search(clock: Clock, monkeypatch: pytest.MonkeyPa
     assert 0 < found.reached_nbytes <= found.budget_nbytes < found.plain_nbytes
     assert 0 < found.measured_seconds < sum(waited) and 8 < found.measured_passes < 400
     assert found.plain_seconds == pytest.approx(1.0, abs=10 * TICK)
-    assert found.seconds == pytest.approx(2.0, abs=10 * TICK)
+    assert found.seconds == pytest.approx(2.0, abs=20 * TICK)
     assert "step 2.0" in str(found) or "step 1.9" in str(found)
+    loop.session.close()
+
+
+def test_what_keeps_a_budget_takes_no_time_of_plain_steps(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(Budgeted("80%", min_nbytes=256), clock)
+    begin = Budgeted._begin
+
+    def slowly(*args: Any) -> None:
+        clock.sleep(1.0)
+        begin(*args)
+
+    monkeypatch.setattr(Budgeted, "_begin", slowly)
+    while not loop.session.found.plain_seconds:
+        loop.step()
+    assert loop.session.found.plain_seconds == pytest.approx(1.0, abs=10 * TICK)
+    loop.session.close()
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.1, 10), (0.001, 16), (1.0, 3)])
+def test_short_plain_steps_are_timed_more_often_in_a_row(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: int
+) -> None:
+    """Of short steps, the first ones take longer than others."""
+    monkeypatch.setattr(course, "PLAIN_SECONDS", expected * seconds - seconds / 2 if expected < 16 else 1.0)
+    monkeypatch.setattr(Ticking, "tick", 0.0)
+    loop = Loop(Budgeted("80%", min_nbytes=256), clock, seconds)
+    kinds = []
+    for _ in range(24):
+        loop.step()
+        kinds.append(isinstance(loop.session._session, Unhooked))
+    first = kinds.index(True)
+    assert kinds[first:].index(False) == expected
     loop.session.close()
 
 

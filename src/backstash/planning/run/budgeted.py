@@ -51,7 +51,7 @@ from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.agreement import Agreement
 from backstash.planning.run.buckets import MET, MOST_COURSES, Alike, Bucket, Buckets, size_ratio
-from backstash.planning.run.course import PATIENCE, Course
+from backstash.planning.run.course import PATIENCE, Aside, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.following import Following, Witness
 from backstash.planning.run.guard import Guard, in_front_of
@@ -131,6 +131,7 @@ class Budgeted(Following):
         is_hurried: whether steps may take as long as they want, because as few of them as possible are to be measured.
         spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
             as treated graphs do.
+        aside: knows how long the program has waited for this.
         overflown: why nothing is moved any more; empty as long as stores have room (Note: [full stores]).
         unused_nbytes: bytes that the allocator reserves for a plain step beside what is allocated of it; 0 where the
             budget is one of what is allocated.
@@ -201,6 +202,7 @@ class Budgeted(Following):
         }
         self.given = plan
         self.overflown = ""
+        self.aside = Aside()
         self._steps = 0  # of Sessions that are not used any more
         self._keeping: dict[int, KeepForSurvey] = {}
         self._entries = Entries()
@@ -231,6 +233,13 @@ class Budgeted(Following):
     # -- entering and leaving ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        with self.aside:
+            self._enter_entry()
+        return self
+
+    __exit__ = leaving.Exit()
+
+    def _enter_entry(self) -> None:
         leaving.leave_abandoned()
         if self._entry is not None and self._entry.is_abandoned:
             self._leave(None, None, None)
@@ -251,9 +260,6 @@ class Budgeted(Following):
         except BaseException as error:
             entry.leave(error)
             raise
-        return self
-
-    __exit__ = leaving.Exit()
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -263,16 +269,18 @@ class Budgeted(Following):
     def begin_backward(self, tensors: Any) -> None:
         """A backward pass begins."""
         if not self._is_elsewhere:
-            super().begin_backward(tensors)
+            with self.aside:
+                super().begin_backward(tensors)
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
         if self._is_elsewhere:
             return
-        super().end_backward()
-        if self._is_own and self._is_new and self._calls_modules is None:
-            self._calls_modules = False
-        self._hear_again()
+        with self.aside:
+            super().end_backward()
+            if self._is_own and self._is_new and self._calls_modules is None:
+                self._calls_modules = False
+            self._hear_again()
 
     def _hear_again(self) -> None:
         """A forward pass begins with the next module, or now where none is heard of."""
@@ -294,7 +302,8 @@ class Budgeted(Following):
         if self._entry is None or not self._entry.may_end_here():
             return
         self._entry.is_over = True
-        leaving.to_the_end(partial(self._leave_entry, error))
+        with self.aside:
+            leaving.to_the_end(partial(self._leave_entry, error))
 
     def _leave_entry(self, error: BaseException | None) -> None:
         """Takes everything away. It may be called again if it was interrupted."""
@@ -477,9 +486,10 @@ class Budgeted(Following):
             self._chain.append(module)
             return
         self._calls_modules = True
-        chain, self._chain = self._chain, []
-        self._begin(chain[0] if chain else module, signature)
-        self._exchange(chain)
+        with self.aside:
+            chain, self._chain = self._chain, []
+            self._begin(chain[0] if chain else module, signature)
+            self._exchange(chain)
         if not may_compile() or (self._open and isinstance(self._open[0], Unhooked)):
             modules.ignore_calls(self._before_module)  # until the next pass, because to hear of each takes time
 
@@ -911,8 +921,9 @@ class Window:
         leaving.leave_abandoned()
         self._entry = entry = leaving.Entrance(self)
         try:
-            self._budgeted._begin(self._model, self._signature)
-            self._budgeted._enter(self._budgeted._session)
+            with self._budgeted.aside:
+                self._budgeted._begin(self._model, self._signature)
+                self._budgeted._enter(self._budgeted._session)
         except BaseException as error:
             entry.leave(error)
             raise

@@ -2,7 +2,7 @@
 
 1. Of the first kind two steps are kept as they are. What is proven on first use is proven, and it is seen how many
    backward passes make a step (cycles.py).
-2. Two steps run as in plain PyTorch, without any hooks, and are timed.
+2. Two steps, or some more where they are short, run as in plain PyTorch, without any hooks, and are timed.
 3. In one step, or in some where there is more to try, every choice is tried on the values (survey.py), and the next
    one is recorded, with a plain step behind it, of whose peak a budget may be a share. If codecs with an error are
    allowed, one more step measures what they do to the gradients (probing.py). From then on there is a plan.
@@ -89,8 +89,9 @@ TIMED_STEPS, FINALLY_TIMED = 20, 8
 """How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted and the
 steps have settled."""
 
-PLAIN_STEPS = 2
-"""How many plain steps are timed."""
+PLAIN_STEPS, MOST_PLAIN_STEPS, PLAIN_SECONDS = 2, 16, 0.04
+"""How many plain steps are timed in a row, how many at most, and how many seconds they take together otherwise: short
+ones take longer at first, and behind a slice, until what they read is in the processor's caches again."""
 
 SHARE, SHARE_OF_PLAIN, LEAST = 1.0, 2.0, 0.004
 """How long a slice of what the course computes may take: plain steps, also after a plain step, which has no hooks that
@@ -144,6 +145,28 @@ Waiting = Generator[Awaited, None, None]
 clock = time.perf_counter
 
 
+class Aside:
+    """Inside the ``with``, the program waits for what keeps its budget: no step of plain PyTorch takes this time."""
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._began = clock()
+        self._depth += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._seconds += clock() - self._began
+
+    def program_clock(self) -> float:
+        """Returns the time by a clock that stands still inside."""
+        return (self._began if self._depth else clock()) - self._seconds
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Inside, Python's garbage collector does not run: what a slice makes and drops would set it off again and again.
@@ -175,8 +198,8 @@ class MeasuredLoop(Protocol):
 
     Attributes:
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
-        agreement, allow, budget, device, error_limit, is_hurried, of, overflown, spared, strict, unused_nbytes: as in
-            Budgeted.
+        agreement, allow, aside, budget, device, error_limit, is_hurried, of: as in Budgeted.
+        overflown, spared, strict, unused_nbytes: as in Budgeted.
         buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
         has_planned: whether a plan was made.
@@ -195,6 +218,7 @@ class MeasuredLoop(Protocol):
     recording: Recording
     agreement: Agreement | None
     allow: tuple[str, ...]
+    aside: Aside
     budget: int | str
     buckets: Buckets
     device: str
@@ -406,14 +430,16 @@ class Course:
 
     def _step(self) -> Waiting:
         """Waits for a step, and times it where steps are timed."""
-        began = clock()
+        is_plain = self._times is self._plain
+        now = self._owner.aside.program_clock if is_plain else clock
+        began = now()
         for _ in range(self._owner.period or 1):
             yield "cycle"
         self._used = 0.0
         last = self._owner.last
         if self._times is not None and last is not None:
-            self._times.append((last, clock() - began))
-            if self._times is not self._plain:
+            self._times.append((last, now() - began))
+            if not is_plain:
                 self._bucket.found = replace(self._bucket.found, seconds=self._usual(self._times))
 
     def _slice(self, work: Iterator[None], times: float = 1.0) -> bool:
@@ -507,6 +533,11 @@ class Course:
 
         measured = KindMeasurements()
 
+        def is_timed() -> bool:
+            own = [seconds for each, seconds in self._plain if each is self._bucket]
+            is_enough = owner.is_hurried or sum(own) >= PLAIN_SECONDS or len(own) >= MOST_PLAIN_STEPS
+            return len(own) >= timed and is_enough
+
         is_first, before = owner.takes_any, bucket.session
         timed = PLAIN_STEPS if is_first else 0
         if owner.is_hurried:
@@ -514,9 +545,7 @@ class Course:
         if len(self._plain) < timed:
             self.stage = "plain steps are timed"
             self._run_plain()
-            yield from self._steps_of_its_own(
-                MOST_RECORDED, lambda: sum(each is self._bucket for each, _ in self._plain) >= timed
-            )
+            yield from self._steps_of_its_own(MOST_RECORDED, is_timed)
 
         def keep() -> None:
             self._run(bucket, owner.keeping(owner.forwards))
