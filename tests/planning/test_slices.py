@@ -118,12 +118,12 @@ def test_what_keeps_a_budget_takes_no_time_of_plain_steps(clock: Clock, monkeypa
     loop.session.close()
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.1, 10), (0.001, 16), (1.0, 3)])
+@pytest.mark.parametrize(("seconds", "expected"), [(0.1, 6), (0.001, 8), (1.0, 3)])
 def test_short_plain_steps_are_timed_more_often_in_a_row(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: int
 ) -> None:
     """Of short steps, the first ones take longer than others."""
-    monkeypatch.setattr(course, "PLAIN_SECONDS", expected * seconds - seconds / 2 if expected < 16 else 1.0)
+    monkeypatch.setattr(course, "PLAIN_SECONDS", expected * seconds - seconds / 2 if expected < 8 else 1.0)
     monkeypatch.setattr(Ticking, "tick", 0.0)
     loop = Loop(Budgeted("80%", min_nbytes=256), clock, seconds)
     kinds = []

@@ -89,7 +89,7 @@ TIMED_STEPS, FINALLY_TIMED = 20, 8
 """How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted and the
 steps have settled."""
 
-PLAIN_STEPS, MOST_PLAIN_STEPS, PLAIN_SECONDS = 2, 16, 0.04
+PLAIN_STEPS, MOST_PLAIN_STEPS, PLAIN_SECONDS = 2, 8, 0.04
 """How many plain steps are timed in a row, how many at most, and how many seconds they take together otherwise: short
 ones take longer at first, and behind a slice, until what they read is in the processor's caches again."""
 
@@ -570,8 +570,7 @@ class Course:
         bucket = self._bucket
         line = yield from self._read(lines[0])
         behind = line.plain if self._plain_of is bucket else None
-        least, most = sorted((line.peak_nbytes, self._recorded_nbytes if behind is None else behind.peak_nbytes))
-        self._is_usual, self._recorded_nbytes = most <= UNLIKE * least, line.peak_nbytes
+        self._is_usual, self._recorded_nbytes = self._is_like_another(line), line.peak_nbytes
         if behind is not None and not self._is_usual and self._unusual < MOST_SURVEYED - 1:
             self._unusual += 1
             bucket.surveys -= 1  # the next one takes the place of this one
@@ -600,6 +599,18 @@ class Course:
         owner.profiled(profile)
         bucket.planner = Planner(profile, owner.allow, owner.error_limit)  # one search serves all plans
         bucket.is_predicted = False
+
+    def _is_like_another(self, line: Timeline) -> bool:
+        """Whether a recorded step took about as much as the plain one behind it, or as the one recorded before.
+
+        Where the plain one had another shape, in proportion to its size, as that of the one recorded before is about as
+        large.
+        """
+        taken, of = [float(self._recorded_nbytes)], self._plain_of
+        if line.plain is not None and of is not None:
+            ratio = size_ratio(self._bucket.signature, of.signature, is_linear=True)
+            taken = [line.plain.peak_nbytes / ratio, *(taken if of is not self._bucket else [])]
+        return any(max(each, line.peak_nbytes) <= UNLIKE * min(each, line.peak_nbytes) for each in taken)
 
     def _profile_of(
         self, line: Timeline, survey: Survey, plain_nbytes: int, seconds: float, squares: dict[str, float] | None = None
@@ -796,6 +807,9 @@ class Course:
                         surveyed += 1
                         yield from self._survey_again(str(error))
                         continue
+                    if is_first and self._is_hopeless(planner.floor_nbytes, nbytes):
+                        self._say_refused(error, is_first)
+                        return
                     if is_first and (yield from self._see_all()):
                         continue
                     refusal, plan = error, planner.at_most(0)  # which may reach less than it predicts
@@ -833,6 +847,20 @@ class Course:
                 self._say_over(budget)
             else:
                 self._take_as_kept()
+
+    def _is_hopeless(self, floor_nbytes: int, nbytes: int) -> bool:
+        """Whether steps of none of the shapes that have come fit into a budget, whatever is done with their values.
+
+        Then no step is awaited that would only tell by how much. Of a single shape the next steps tell that, and of
+        what a share is depends on them.
+        """
+        owner, own = self._owner, self._bucket.signature
+        is_share = isinstance(owner.budget, str) and "%" in owner.budget
+        if is_share or not self._is_usual or len(self._met) < 2:
+            return False
+        ratios = [size_ratio(own, each.signature, is_linear=True) for each in self._met]
+        are_alike = all(len(each.signature) == len(own) for each in self._met)
+        return are_alike and _is_far(int(floor_nbytes * min(ratios)), nbytes)
 
     def _see_all(self) -> Generator[Awaited, None, bool]:
         """Before a budget is refused: sees how other kinds of passes, if any were seen, belong to the step.
@@ -1079,7 +1107,7 @@ class Course:
         owner.recording.begin_plain()
         self._run_unhooked(bucket)
         yield from self._step()
-        self._plain_of = bucket if owner.last is bucket and self._is_full else None
+        self._plain_of = owner.last if self._is_full else None
         owner.go_back(bucket, session)
 
     def _record_once(
