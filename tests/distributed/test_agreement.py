@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,9 @@ def running_out(failing: int) -> tuple[str, str]:
     return "", ""
 
 
+WAITING_TEXT = '{"done": false, "plan": null}'
+
+
 class Lost:
     """The store of a process group, of which every call of one name finds that the process that kept it has ended."""
 
@@ -127,12 +133,12 @@ class Lost:
         def call(*args: object) -> str:
             if name == self.name:
                 raise dist.DistNetworkError("Connection was likely closed")
-            return '{"done": false, "plan": null}'
+            return WAITING_TEXT
 
         return call
 
 
-@pytest.mark.parametrize("name", ["set", "wait", "get", "delete_key"])
+@pytest.mark.parametrize("name", ["set", "check", "get", "delete_key"])
 def test_a_rank_goes_on_by_itself_when_the_store_has_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for of, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
         monkeypatch.setattr(dist, of, lambda value=value: value)
@@ -143,6 +149,90 @@ def test_a_rank_goes_on_by_itself_when_the_store_has_ended(name: str, monkeypatc
         train(model, budget, 3)
     train(model, budget, 1)  # and says so once
     budget.close()
+
+
+def of_two(rank: int, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process that rank of two, which share a store."""
+    for of, value in {"is_initialized": True, "get_rank": rank, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, of, lambda value=value: value)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(agreement, "default_group_store", lambda: store)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_rank_goes_on_by_itself_when_another_one_has_ended(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("0/1", json.dumps(WAITING))
+    of_two(1, store, monkeypatch)
+    other = Budgeted("80%", min_nbytes=0, agree=True)
+    if is_closed:
+        other.close()
+    del other
+    gc.collect()
+    of_two(0, store, monkeypatch)
+    model, budget = network(), Budgeted("80%", min_nbytes=0, agree=True)
+    train(model, budget, 1)  # where it has said something before it has ended
+    with pytest.warns(UserWarning, match="rank 0 of 2 .* but rank 1 has ended. This rank goes on under its own plan"):
+        train(model, budget, 1)
+    train(model, budget, 1)
+    budget.close()
+
+
+def test_a_refused_rank_raises_its_own_error_when_another_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("ended/1", "")
+    of_two(0, store, monkeypatch)
+    owner, parameter = Planned(), nn.Parameter(torch.zeros(1))
+    ranks = agreement.Agreement(owner.own, owner.take)
+    ranks.refuse(BudgetError("500 are needed", 500, 1.0, None))
+    parameter.grad = torch.zeros(1)
+    with pytest.raises(BudgetError, match="500 are needed"):
+        torch.optim.SGD([parameter], lr=0.1).step()
+    ranks.close()
+
+
+def test_a_meeting_takes_no_time_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course, "clock", lambda: len(asked) * 1.0)
+    asked: list[object] = []
+    of_two(0, Lost("no call"), monkeypatch)  # it answers for the other rank
+    with pytest.MonkeyPatch.context() as told:
+        told.setattr(Lost, "__getattr__", lambda lost, name: lambda *args: asked.append(name) or WAITING_TEXT)
+        budget = Budgeted("80%", min_nbytes=0, agree=True)
+        before = budget.aside.program_clock()
+        train(network(), budget, 1)
+        assert asked and budget.aside.program_clock() == before
+        budget.close()
+
+
+def test_a_process_that_was_forked_ends_for_itself_alone() -> None:
+    store = dist.HashStore()
+    agreement._tell_end(store, "ended/0", os.getpid() + 1)
+    assert not store.check(["ended/0"])
+    agreement._tell_end(store, "ended/0", os.getpid())
+    assert store.check(["ended/0"])
+
+
+def test_a_rank_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "SECONDS", 0.0)
+    of_two(0, dist.HashStore(), monkeypatch)
+    with pytest.raises(PlanError, match="but rank 1 has said nothing for 0 s. Step the optimizers of all ranks"):
+        train(network(), Budgeted("80%", min_nbytes=0, agree=True), 1)
+
+
+def uneven() -> tuple[int, float]:
+    """Trains in one rank less than it takes to agree, and in the others on."""
+    budget = Budgeted("97%", min_nbytes=0, agree=True)
+    steps = 3 if dist.get_rank() else 8
+    began = time.monotonic()
+    train(network(), budget, steps)
+    return steps, time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ranks_with_uneven_steps_do_not_wait_for_one_that_has_ended(tmp_path: Path) -> None:
+    found = run_together(tmp_path, uneven)  # which waits for answers less long than ranks for each other
+    assert [steps for steps, _ in found] == [8, 3]
 
 
 @pytest.mark.slow
@@ -190,8 +280,8 @@ class Scripted:
         meeting, rank = map(int, key.split("/"))
         return json.dumps(self.said[min(meeting, len(self.said) - 1)][rank - 1]) if rank else self.own
 
-    def wait(self, keys: list[str], time: object) -> None:
-        pass
+    def check(self, keys: list[str]) -> bool:
+        return True
 
     def delete_key(self, key: str) -> None:
         pass

@@ -15,19 +15,22 @@ Note: [ranks that agree]
     error in place of theirs.
 
     The process that keeps the store may end first, because the training is over. Then each of the others goes on under
-    its own plan.
+    its own plan. A rank that ends before the ranks have agreed says so in the store, when its budget is closed or gone
+    or its process ends, and the others go on likewise. One that is killed cannot say it, and is waited for.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -39,11 +42,19 @@ from backstash.torch_internals import default_group_store
 SECONDS = 600.0
 """How long a rank waits for the others after a step."""
 
+PAUSES = 0.001, 0.1
+"""Seconds between two looks whether another rank has said something, or has ended: the first, and the longest."""
+
 MOST_MEETINGS = 100
 """In so many meetings at most a rank waits with its refused budget for what the others find."""
 
 LATEST = 2.0
 """How long it waits for the reason why a collective has failed, which is written before the connection ends."""
+
+
+class _HasEndedError(Exception):
+    """A rank that is waited for meets no more."""
+
 
 _numbers = count()
 """Of the budgets of this process: each rank makes them in the same order."""
@@ -55,6 +66,7 @@ class Agreement:
     Args:
         own: a method that returns whether this rank is done with planning, and its plan, None if there is none.
         agreed: a method that is called with the plan of all ranks when all are done; None if their steps differ.
+        aside: inside of it the ranks meet.
 
     Attributes:
         rank: this process's number.
@@ -65,7 +77,12 @@ class Agreement:
         PlanError: there is no process group.
     """
 
-    def __init__(self, own: Callable[[], tuple[bool, Plan | None]], agreed: Callable[[Plan | None], None]) -> None:
+    def __init__(
+        self,
+        own: Callable[[], tuple[bool, Plan | None]],
+        agreed: Callable[[Plan | None], None],
+        aside: AbstractContextManager[object] | None = None,
+    ) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise PlanError(
                 "training within a budget was asked for with agree=True, but there is no process group. Call "
@@ -76,6 +93,7 @@ class Agreement:
         self.rank, self._count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._store = PrefixStore(f"backstash/budget{next(_numbers)}", default_group_store())
         self._own, self._agreed = WeakMethod(own), WeakMethod(agreed)  # torch holds this object by its hook
+        self._aside = nullcontext() if aside is None else aside
         self._refused: BudgetError | None = None
         self._waits = 0  # in so many meetings a budget was refused
         self._is_inside = False
@@ -83,10 +101,14 @@ class Agreement:
         self.is_settled = self._count == 1
         self._meets = not self.is_settled
         self._hook = register_optimizer_step_post_hook(self._after_step) if self._meets else None
+        self._ends = finalize(self, _tell_end, self._store, f"ended/{self.rank}", os.getpid())
+        if not self._meets:
+            self._ends.detach()
 
     def close(self) -> None:
-        """Meets no more."""
+        """Meets no more, which the others are told unless all have agreed."""
         self._meets = False
+        self._ends()
         if not self._is_inside:
             self.tidy()
 
@@ -112,7 +134,8 @@ class Agreement:
         if self._meets and not self._is_inside:  # an optimizer may hold another one
             self._is_inside = True
             try:
-                self._meet()
+                with self._aside:
+                    self._meet()
             finally:
                 self._is_inside = False
 
@@ -133,11 +156,15 @@ class Agreement:
             mine = {"error": str(error), "nbytes": error.smallest_nbytes, "seconds": error.seconds, "plan": smallest}
         try:
             said = self._exchange(mine)
-        except torch.distributed.DistNetworkError:
+        except (torch.distributed.DistNetworkError, _HasEndedError) as ended:
             self.close()
+            if error is not None:
+                raise BatchTooLargeError(error) from ended
+            is_rank = isinstance(ended, _HasEndedError)
+            who = str(ended) if is_rank else "the process that keeps the process group's store"
             warnings.warn(
-                f"rank {self.rank} of {self._count} was asked to agree on a plan after a step, but the process that "
-                f"keeps the process group's store has ended. This rank goes on under its own plan.",
+                f"rank {self.rank} of {self._count} was asked to agree on a plan after a step, but {who} has ended. "
+                f"This rank goes on under its own plan.",
                 stacklevel=2,
             )
             return
@@ -153,6 +180,7 @@ class Agreement:
             facts = worst["nbytes"], worst["seconds"], smallest_plan
             raise BatchTooLargeError(BudgetError(f"{said_by}. Rank {rank} asks for the most: {worst['error']}", *facts))
         if not (failed or unknown):
+            self._ends.detach()
             self.close()
             self.is_settled = True
             plans = [Plan.from_json(each["plan"]) for each in said if each["plan"] is not None]
@@ -167,21 +195,27 @@ class Agreement:
         said = []
         for rank in range(self._count):
             key = f"{number}/{rank}"
-            try:
-                self._store.wait([key], timedelta(seconds=SECONDS))
-            except torch.distributed.DistNetworkError:
-                raise
-            except RuntimeError as error:
-                self.close()
-                raise PlanError(
-                    f"rank {self.rank} of {self._count} was asked to agree on a plan after a step, but rank {rank} has "
-                    f"said nothing for {SECONDS:.0f} s: {error}. Step the optimizers of all ranks equally often, or "
-                    f"leave agree= out."
-                ) from error
+            self._wait_for(key, rank)
             said.append(json.loads(self._store.get(key)))
         if number:  # all are here, so all have read what was said in the meeting before
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return said
+
+    def _wait_for(self, key: str, rank: int) -> None:
+        """Waits until a rank has said something under a key."""
+        until, pause = time.monotonic() + SECONDS, PAUSES[0]
+        while not self._store.check([key]):  # torch would warn of each wait that has a shorter end
+            if self._store.check([f"ended/{rank}"]) and not self._store.check([key]):  # it says the latter first
+                raise _HasEndedError(f"rank {rank}")
+            if time.monotonic() >= until:
+                self.close()
+                raise PlanError(
+                    f"rank {self.rank} of {self._count} was asked to agree on a plan after a step, but rank {rank} has "
+                    f"said nothing for {SECONDS:.0f} s. Step the optimizers of all ranks equally often, or leave "
+                    f"agree= out."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -202,6 +236,13 @@ class Agreement:
         if found["rank"] == self.rank:
             return None
         return torch.OutOfMemoryError(found["text"]) if found["kind"] == "gpu" else RuntimeError(found["text"])
+
+
+def _tell_end(store: Any, key: str, process: int) -> None:
+    """Leaves word that a rank meets no more, unless a process that was forked from it ends."""
+    with suppress(RuntimeError):  # nobody keeps the store any more
+        if os.getpid() == process:
+            store.set(key, "")
 
 
 def _common(plans: list[Plan]) -> Plan | None:

@@ -219,7 +219,7 @@ class Budgeted(Following):
         self.spared: Callable[[], int] = lambda: 0
         self.unused_nbytes = 0
         self._trainings = Trainings()
-        self.agreement = Agreement(self._planned, self._take) if agree else None
+        self.agreement = Agreement(self._planned, self._take, self.aside) if agree else None
         self.hears_all = agree
         self.has_planned = False
         self.is_hurried = False
