@@ -233,7 +233,7 @@ PyObject* replayer_begin(PyObject* self, PyObject* const* args, Py_ssize_t numbe
     run->values.resize(run->script->values.size());
     run->registers.resize(run->script->registers);
     run->inputs.resize(2 * run->script->calls.size());  // conversions come behind
-    replayer.session->is_unpacked = replayer.session->stops = false;
+    replayer.session->stops = false;
     replayer.session->rows = Rows();  // a graph's memory is its own
     auto& comparisons = replayer.session->comparisons;
     while (comparisons.size() > MOST_FAILED) comparisons.erase(comparisons.begin());
@@ -262,6 +262,12 @@ PyObject* replayer_stop(PyObject* self, PyObject*) {
 // The policy says something else from now on: the pass goes on the long way when it saves something again.
 PyObject* replayer_stop_soon(PyObject* self, PyObject*) {
     replayer_of(self).session->stops = true;
+    Py_RETURN_NONE;
+}
+
+// A forward pass begins, known or not: what backward reads next ends it, and may be of an earlier one's graph.
+PyObject* replayer_begin_forward(PyObject* self, PyObject*) {
+    replayer_of(self).session->is_unpacked = false;
     Py_RETURN_NONE;
 }
 
@@ -346,6 +352,7 @@ PyMethodDef replayer_methods[] = {
     {"end", replayer_end, METH_O, "It has ended."},
     {"stop", replayer_stop, METH_NOARGS, "It goes on the long way."},
     {"stop_soon", replayer_stop_soon, METH_NOARGS, "It does when it saves something again."},
+    {"begin_forward", replayer_begin_forward, METH_NOARGS, "A forward pass begins."},
     {"begin_backward", replayer_begin_backward, METH_O, "A backward pass begins."},
     {"comparisons", replayer_comparisons, METH_O, "The samples of a backward pass that are to be compared."},
     {"counts", replayer_counts, METH_NOARGS, "What each value of the latest pass has taken."},

@@ -536,6 +536,8 @@ class Session:
         self._begin_pass(called, is_early)
         if 0 < len(dropped) <= MOST_DROPPED:
             self.accounts.dropped = dropped
+        if self._replaying is not None:
+            self._replaying.begin_forward()
         self._live.unpacked = False  # last: what is interrupted before that is done again
 
     def _begin_pass(self, called: nn.Module | None, is_early: bool = False) -> None:
@@ -602,6 +604,8 @@ class Session:
             self._learn()
             self._steps += 1
             self._compare()
+        if self._replaying is not None:
+            self._replaying.begin_forward()
         self._live.unpacked = self._reading.is_simple = False
         self._holding.before = None
 

@@ -302,6 +302,10 @@ class Replaying:
         recorder.clear()
         known.write_down(written)
 
+    def begin_forward(self) -> None:
+        """A forward pass begins, known or not: what backward reads next ends it, and may be of an earlier one's graph."""
+        self._native.begin_forward()
+
     def begin_backward(self, others_nbytes: int) -> int:
         """A backward pass begins; returns the bytes that scripts hold."""
         self._is_over = False
