@@ -1,4 +1,4 @@
-"""Backward passes of graphs that a settled pass has left, behind forward passes that go the long way: as in pipelines."""
+"""Backward passes of what a settled pass has left, behind forward passes that go the long way: as in pipelines."""
 
 from __future__ import annotations
 

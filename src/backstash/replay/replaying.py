@@ -303,7 +303,7 @@ class Replaying:
         known.write_down(written)
 
     def begin_forward(self) -> None:
-        """A forward pass begins, known or not: what backward reads next ends it, and may be of an earlier one's graph."""
+        """A forward pass begins, known or not: what backward reads next ends it, also of an earlier graph."""
         self._native.begin_forward()
 
     def begin_backward(self, others_nbytes: int) -> int:
