@@ -3,8 +3,9 @@
 The programs of ``python -m tests.fuzz`` are sequences of tensor functions. Here are modules, of which a Session keeps
 what it has learned by their paths and replays it: convolutions with batch norms, attention, a recurrent cell, gated
 layers. Between two steps one thing or another changes: the branch that runs, the number or the size of the images,
-the dtype, autocast, hooks, what is frozen, the layers themselves, training or evaluation. Sessions of the same model
-share what they have learned: a training has one Session, or a new one in each step, or several that take turns. The
+the dtype, autocast, hooks, what is frozen, the layers themselves, training or evaluation, the order of forward and
+backward passes, whether the Session is left between them. Sessions of the same model share what they have learned: a
+training has one Session, or a new one in each step, or several that take turns. The
 losses, the gradients, the buffers and the weights have to have the same bits as without any Session.
 """
 
@@ -43,9 +44,14 @@ CHANGES = (
     "activation",
     "block",
     "mode",
+    "passes",
+    "around",
     "policy",
 )
 """What may change between two steps."""
+
+PASSES = ("Aa", "Aa", "AaBb", "ABab", "ABba", "ABaCbc", "ABCabc", "ABbCca", "ABb")
+"""Orders of a step's passes: a forward pass is a capital letter, and its backward pass, if any, a small one."""
 
 
 class Gated(nn.Module):
@@ -154,6 +160,7 @@ class Training:
         torch.manual_seed(seed)
         self.model = Network(self.draw)
         self.batch, self.size, self.autocast, self.dtype = 2, 6, False, torch.float32
+        self.passes, self.is_around = "Aa", False
         self.hooks: list[Any] = []
         self.policy = self.draw.choice(POLICIES)
         self.changed: list[str] = []
@@ -194,25 +201,39 @@ class Training:
             model.blocks[draw.randrange(3)] = draw.choice(BLOCKS)(8).to(self.dtype).train(model.training)
         elif change == "mode":
             model.train(not model.training)
+        elif change == "passes":
+            self.passes = draw.choice(PASSES)
+        elif change == "around":
+            self.is_around = not self.is_around
         elif change == "policy":
             self.policy = draw.choice(POLICIES)
 
     def step(self, open_session: Callable[[str], AbstractContextManager[object]]) -> list[Tensor | None]:
-        """Runs a step on random images; returns the loss, the gradients, and what the model's state is afterwards."""
+        """Runs a step on random images; returns the losses, the gradients, and what the model's state is afterwards."""
         model = self.model
-        x = torch.randn(self.batch, 3, self.size, self.size, dtype=self.dtype)
-        labels = torch.randint(5, (self.batch,))
         model.zero_grad()
         cast = self.autocast and self.dtype is torch.float32
-        with open_session(self.policy), torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-            loss = F.cross_entropy(model(x).to(self.dtype), labels)
-        loss.backward()
+        losses: dict[str, Tensor] = {}
+        with open_session(self.policy) if self.is_around else nullcontext():
+            for each in self.passes:
+                if each.islower():
+                    losses[each.upper()].backward()
+                    continue
+                x = torch.randn(self.batch, 3, self.size, self.size, dtype=self.dtype)
+                labels = torch.randint(5, (self.batch,))
+                opened = nullcontext() if self.is_around else open_session(self.policy)
+                with opened, torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+                    losses[each] = F.cross_entropy(model(x).to(self.dtype), labels)
         gradients = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
         with torch.no_grad():
             for each in model.parameters():
                 if each.grad is not None:
                     each.sub_(each.grad, alpha=0.05)
-        return [loss.detach(), *gradients, *[each.clone() for each in model.state_dict().values()]]
+        return [
+            *(loss.detach() for loss in losses.values()),
+            *gradients,
+            *[each.clone() for each in model.state_dict().values()],
+        ]
 
 
 class Sessions:
