@@ -174,7 +174,7 @@ def test_a_plan_is_written_and_run(tmp_path: Any) -> None:
     assert "damaged" in invoked(tmp_path, "run", "--allocator", "system", "--plan", str(file)).output
     file.write_bytes(b"\xff\x00")
     done = invoked(tmp_path, "run", "--allocator", "system", "--plan", str(file))
-    assert done.exit_code == 1 and "cannot be read" in done.output and "Pass a file that" in done.output
+    assert done.exit_code == 2 and "cannot be read" in done.output and "Pass a file that" in done.output
 
 
 def test_profile_shows_what_modules_save(tmp_path: Any) -> None:
