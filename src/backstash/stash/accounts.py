@@ -171,11 +171,16 @@ class Step:
         self._taken = 0  # accounts that were
 
     def take_saved(self) -> dict[str, str]:
-        """What was saved or dropped since it was asked last, by the keys with the specs."""
+        """What was saved or dropped since it was asked last, by the keys with the specs.
+
+        Behind a graph that was dropped, places are counted anew. So a value of it may have the key of one of those that
+        follow; if it looks otherwise, its spec is in its key as well.
+        """
         accounts, dropped = self.accounts[self._taken :], self.dropped
         self._taken, self.dropped = len(self.accounts), {}
         facts = (each for account in accounts for each in (account.facts, *(account.shared_by or ())))
-        return dropped | {each.key: str(each.spec) for each in facts}
+        saved = {each.key: str(each.spec) for each in facts}
+        return saved | {key if saved.get(key, spec) == spec else f"{key} {spec}": spec for key, spec in dropped.items()}
 
     def open(self, facts: SavedTensor, saved_nbytes: int, codec: str) -> Account:
         """An account for a storage that was not saved before in this step."""

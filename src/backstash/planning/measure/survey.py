@@ -327,8 +327,10 @@ class Survey(Births):
         facts = value.facts
         assert facts is not None
         super().decided(value, whole, find_recipe)
-        if value.key in self.found:  # the same place once more: its first value stands for both
+        known = self.found.get(value.key)
+        if known is not None and known.facts.spec == facts.spec:  # the place once more: its first value stands for both
             return
+        self.found.pop(value.key, None)  # of a graph that was dropped, behind which places are counted anew
         nbytes = whole.untyped_storage().nbytes()
         place = value.key, facts.spec, facts.need, nbytes
         before = self._measured.values.get(place)

@@ -73,7 +73,8 @@ class Plan(Policy):
             nothing had to be searched, has its own alone.
         profile_fingerprint: that of the profile.
         device: type of the device whose memory is planned.
-        others: as in StepProfile: keys that a plan is asked about and that are none of its values.
+        others: as in StepProfile: keys that a plan is asked about and that are none of its values; with the spec, where
+            a value has that key.
         cycles: as in StepProfile.
         store, directory: as in StepProfile: where values are moved to.
         reserve_nbytes: how many bytes of ``peak_nbytes`` are there for numbers that encode worse than the profiled ones
@@ -245,6 +246,8 @@ class Plan(Policy):
             return action_of(decision, saved, self.store, self.is_empty)
         if self.is_empty:
             return Keep("the plan is empty, because the plain step fits")
+        if saved.need is not Need.SHAPE and f"{saved.key} {saved.spec}" in self._others:
+            return Keep("the plan counts it as it is")
         first_life = first_life_of(saved.key)
         is_other = saved.key in self._others or first_life in self._others
         is_later = (

@@ -186,7 +186,7 @@ class StepProfile:
         versions: versions of the libraries that were used, by name.
         device: the type of the device whose memory is planned.
         others: keys of saved tensors that a policy is asked about although the program holds them, such as the batch.
-            They are no values to plan.
+            They are no values to plan. With the spec behind it, where a value has that key.
         cycles: how many forward and backward passes the step has, one after the other.
         session_seconds: what a Session adds to a step with its hooks, whatever it does with the values.
         tries: the families of choices that were tried on the values (see budget.py).
