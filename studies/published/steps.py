@@ -105,18 +105,17 @@ def headline() -> str:
 
 def image() -> str:
     """README's picture, with its caption: the frontier of a network, or memory over a step where there is none yet."""
-    try:
-        path = picture(_FRONTIER, _CHARTED)
-    except FileNotFoundError:
+    found = next(((kind, each) for kind, each in _frontiers() if each["case"]["name"] == _CHARTED), None)
+    if found is None:
         return _memory_over_a_step()
-    network = next(found for found in load(_FRONTIER)["networks"] if found["case"]["name"] == _CHARTED)
+    kind, network = found
     rows = {row["candidate"]: row for row in network["rows"]}
     least = min((row for row in network["rows"] if row["family"] == "ours"), key=lambda row: row["peak_nbytes"])
     caption = (
         f"{case_title(network['case'])}: {mib(rows['plain']['peak_nbytes'])} MiB in plain PyTorch, down to "
         f"{mib(least['peak_nbytes'])} MiB with a plan, in {summary(least['times_plain'])} times the time"
     )
-    return f"![Peak memory against the time of a step. {caption}](results:{path.name})"
+    return f"![Peak memory against the time of a step. {caption}](results:{picture(kind, _CHARTED).name})"
 
 
 def _memory_over_a_step() -> str:
@@ -391,16 +390,31 @@ _FRONTIER = "frontier-cpu"
 _CHARTED = "resnet50"
 
 
+def _frontiers() -> list[tuple[str, Any]]:
+    """The networks whose frontiers were measured, by the kinds of their files: a file of its own comes first."""
+    found: dict[str, tuple[str, Any]] = {}
+    for kind in sorted((each for each in kinds() if each.startswith("frontier-")), key=lambda kind: kind == _FRONTIER):
+        for network in load(kind)["networks"]:
+            found.setdefault(network["case"]["name"], (kind, network))
+    return list(found.values())
+
+
 def frontier() -> str:
     """Peaks and times of plans beside checkpoints, with charts; a notice until it has been measured."""
-    if _FRONTIER not in kinds():
+    found = _frontiers()
+    if not found:
         return "Not measured yet. The command is `python -m studies.frontier`."
-    networks = load(_FRONTIER)["networks"]
-    commits = [f"{case_title(each['case'])} at `{each['commit'][:12]}`" for each in networks if each.get("commit")]
-    parts = [machine_line(_FRONTIER), *([f"By network: {'; '.join(commits)}."] if commits else [])]
-    for network in networks:
+    parts = []
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        networks = [network for own, network in found if own == kind]
+        if len(networks) == 1:
+            parts.append(f"{case_title(networks[0]['case'])}: {machine_line(kind)}")
+            continue
+        commits = [f"{case_title(each['case'])} at `{each['commit'][:12]}`" for each in networks if each.get("commit")]
+        parts += [machine_line(kind), *([f"By network: {'; '.join(commits)}."] if commits else [])]
+    for kind, network in found:
         with suppress(FileNotFoundError):
-            path = picture(_FRONTIER, network["case"]["name"])
+            path = picture(kind, network["case"]["name"])
             parts.append(f"![Peak against time: {case_title(network['case'])}](results:{path.name})")
     rows = [
         (
@@ -413,7 +427,7 @@ def frontier() -> str:
             summary(row["times_plain"]),
             "" if row["predicted_times_plain"] is None else f"{row['predicted_times_plain']:.2f}",
         )
-        for network in networks
+        for _, network in found
         for row in network["rows"]
     ]
     header = ("network", "how", "budget, MiB", "predicted", "peak", "resident", "step, times plain's", "predicted")
