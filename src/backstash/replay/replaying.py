@@ -161,6 +161,8 @@ class Replaying:
             is_planned=forward._live.buffers.is_planned,
         )
         self.pack, self.unpack = self._native.pack, self._native.unpack
+        # A forward pass begins, known or not: what backward reads next ends it, also of an earlier graph.
+        self.begin_forward: Callable[[], None] = self._native.begin_forward
 
     @property
     def is_running(self) -> bool:
@@ -301,10 +303,6 @@ class Replaying:
             written = WrittenPass(refusal=str(refused))
         recorder.clear()
         known.write_down(written)
-
-    def begin_forward(self) -> None:
-        """A forward pass begins, known or not: what backward reads next ends it, also of an earlier graph."""
-        self._native.begin_forward()
 
     def begin_backward(self, others_nbytes: int) -> int:
         """A backward pass begins; returns the bytes that scripts hold."""
