@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class Recorder:
     def read(self, tensor: Tensor, is_stored: bool, key: str) -> None:
         self.events.append(f"read {'stored' if is_stored else 'held'}")
 
+    def dropped(self, keys: Iterable[str]) -> None:
+        self.events.append(f"dropped {' '.join(keys)}")
+
 
 def step(session: backstash.Session) -> None:
     x = torch.randn(1000, requires_grad=True)
@@ -50,6 +54,19 @@ def test_a_watcher_is_told_of_each_event_in_its_order() -> None:
         step(session)
     decoded = ["taken", "fetched zvc", "read stored"]
     assert watcher.events == ["storing zvc", *decoded, "read stored"]  # relu reads what pow's value was decoded to
+
+
+def test_a_watcher_is_told_of_a_graph_that_is_dropped() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    session = backstash.Session("keep", min_nbytes=0, model=model)
+    watcher = Recorder()
+    with session, session.watched_by(watcher):
+        model(torch.ones(4, 8)).detach()
+        loss = model(torch.ones(4, 8)).sum()
+    loss.backward()
+    assert [event for event in watcher.events if event.startswith("dropped")] == [
+        "dropped 0/Addmm#0:mat1 1/Tanh#0:result"
+    ]
 
 
 def test_outside_of_the_context_nothing_is_told() -> None:

@@ -517,8 +517,10 @@ class Session:
 
     def _begin_step(self, called: nn.Module | None = None, is_early: bool = False) -> None:
         """A forward pass begins after a backward pass, with a module or without: the accounts start afresh."""
-        is_noted = self._live.watcher is not None and not self._live.unpacked
-        dropped = self.accounts.take_saved() if is_noted else {}
+        dropped: dict[str, str] = {}
+        if self._live.watcher is not None and not self._live.unpacked:
+            dropped = self.accounts.take_saved()
+            self._live.watcher.dropped(dropped)
         self._live.comparisons.check(waits=True)
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -50,4 +50,11 @@ class Watcher(Protocol):
             tensor: what backward reads. It may be a claim, which has no memory.
             is_stored: whether the value is decoded or remade, and not held as it is.
             key: the key that its value was decided on with; empty if it was not.
+        """
+
+    def dropped(self, keys: Iterable[str]) -> None:
+        """A pass begins in the place of one that is gone without a backward pass: places are counted from 0 again.
+
+        Args:
+            keys: of what that has saved.
         """

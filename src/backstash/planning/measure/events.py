@@ -40,7 +40,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -138,6 +138,9 @@ class Notes:
         """Notes the memory that autograd reads, unless the tensor has none of its own."""
         if tensor.layout is torch.strided and type(tensor) is Tensor:
             note("read", address=_address(tensor), is_stored=is_stored)
+
+    def dropped(self, keys: Iterable[str]) -> None:
+        """Notes nothing."""
 
 
 class Thread:

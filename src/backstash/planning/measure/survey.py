@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -270,6 +270,9 @@ class Births:
         if key:
             note("read", key=key)
 
+    def dropped(self, keys: Iterable[str]) -> None:
+        """Notes nothing."""
+
     def end_step(self) -> None:
         """The step that it was to watch is over."""
 
@@ -327,10 +330,8 @@ class Survey(Births):
         facts = value.facts
         assert facts is not None
         super().decided(value, whole, find_recipe)
-        known = self.found.get(value.key)
-        if known is not None and known.facts.spec == facts.spec:  # the place once more: its first value stands for both
+        if value.key in self.found:  # the same place once more: its first value stands for both
             return
-        self.found.pop(value.key, None)  # of a graph that was dropped, behind which places are counted anew
         nbytes = whole.untyped_storage().nbytes()
         place = value.key, facts.spec, facts.need, nbytes
         before = self._measured.values.get(place)
@@ -359,6 +360,11 @@ class Survey(Births):
             else:
                 found.reason = recipe
         self.spent += time.perf_counter() - started
+
+    def dropped(self, keys: Iterable[str]) -> None:
+        """Forgets values of a graph that is gone, whose keys those of the next one have."""
+        for key in keys:
+            self.found.pop(key, None)
 
     def end_step(self) -> None:
         """Lets go of the step's values, of which a program's own hold their memory."""

@@ -132,7 +132,7 @@ class Budgeted(Following):
         spared: returns bytes that a plain step takes beside what was counted of it, because something else spares them,
             as treated graphs do.
         aside: knows how long the program has waited for this.
-        overflown: why nothing is moved any more; empty as long as stores have room (Note: [full stores]).
+        overflowed: why nothing is moved any more; empty as long as stores have room (Note: [full stores]).
         unused_nbytes: bytes that the allocator reserves for a plain step beside what is allocated of it; 0 where the
             budget is one of what is allocated.
         agreement: what ranks tell each other; None if each keeps the budget for itself.
@@ -201,7 +201,7 @@ class Budgeted(Following):
             "strict": strict,
         }
         self.given = plan
-        self.overflown = ""
+        self.overflowed = ""
         self.aside = Aside()
         self._steps = 0  # of Sessions that are not used any more
         self._keeping: dict[int, KeepForSurvey] = {}
@@ -416,7 +416,7 @@ class Budgeted(Following):
         bucket = self.last
         if plan is None or bucket is None or bucket.plan is None or bucket.plan.fingerprint == plan.fingerprint:
             return
-        if self.overflown and plan.fetches is not None:
+        if self.overflowed and plan.fetches is not None:
             return
         budget = bucket.found.budget_nbytes or plan.budget
         policy = self.guarded(bucket, plan, max(budget, plan.peak_nbytes))
@@ -453,7 +453,7 @@ class Budgeted(Following):
         course = self._course
         told = "" if course is None else course.trouble
         trouble = found.trouble or told or (MIXED if self.order.is_mixed else "")
-        trouble = "; ".join(each for each in (trouble, self.overflown) if each)
+        trouble = "; ".join(each for each in (trouble, self.overflowed) if each)
         predicted = sum(each.is_predicted for each in planned)
         progress = "" if course is None else f"no plan yet after {self.begun} forward passes: {course.stage}"
         if not self.begun:
@@ -528,7 +528,7 @@ class Budgeted(Following):
             return  # a step has one plan, whatever its second model is given
         if model is not None and self._trainings.has_ended_with(model):
             self._begin_anew()
-        if self.overflown and "offload" in self.tries:
+        if self.overflowed and "offload" in self.tries:
             self._move_no_more()
         if self.period > 1:
             self._listen()
@@ -746,12 +746,12 @@ class Budgeted(Following):
 
     def _overflow(self, why: str) -> None:
         """A store has no room, for the reason that is given."""
-        self.overflown = self.overflown or f"nothing is moved any more, because {why}"
+        self.overflowed = self.overflowed or f"nothing is moved any more, because {why}"
 
     def _move_no_more(self) -> None:
         """All is planned anew from what was measured, and nothing is moved (Note: [full stores])."""
         warnings.warn(
-            f"a plan within {self.budget} was asked for, and values were moved, but now {self.overflown}. Steps are "
+            f"a plan within {self.budget} was asked for, and values were moved, but now {self.overflowed}. Steps are "
             f"planned anew without that. Make room there, or name another folder, and begin again.",
             stacklevel=2,
         )

@@ -199,7 +199,7 @@ class MeasuredLoop(Protocol):
     Attributes:
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
         agreement, allow, aside, budget, device, error_limit, is_hurried, of: as in Budgeted.
-        overflown, spared, strict, unused_nbytes: as in Budgeted.
+        overflowed, spared, strict, unused_nbytes: as in Budgeted.
         buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
         has_planned: whether a plan was made.
@@ -228,7 +228,7 @@ class MeasuredLoop(Protocol):
     is_hurried: bool
     link: Link | None
     of: Literal["allocated", "reserved"]
-    overflown: str
+    overflowed: str
     spared: Callable[[], int]
     strict: bool
     unused_nbytes: int
@@ -944,8 +944,8 @@ class Course:
             but = "A" if smallest < error.smallest_nbytes else f"But pass {smallest} bytes: a"
             said = f"{error} {but} step under the leanest plan has reached {reached} bytes ({size(reached)})."
             error = BudgetError(said, smallest, error.seconds, error.plan)
-        if owner.overflown:
-            said = f"{error} And {owner.overflown}: make room there, or name another folder."
+        if owner.overflowed:
+            said = f"{error} And {owner.overflowed}: make room there, or name another folder."
             error = BudgetError(said, error.smallest_nbytes, error.seconds, error.plan)
         if is_first or owner.strict:
             if is_first:
