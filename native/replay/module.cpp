@@ -70,6 +70,17 @@ PyObject* packed_dense(PyObject* object, void*) {
     END_HANDLE_TH_ERRORS
 }
 
+PyObject* packed_unpack(PyObject*, PyObject* packed) {
+    HANDLE_TH_ERRORS
+    return unpack(packed_of(packed));
+    END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef packed_methods[] = {
+    {"unpack", packed_unpack, METH_O, "The tensor that was packed: of any, as autograd calls a function with what it has."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 PyGetSetDef packed_attributes[] = {
     {"dense", packed_dense, nullptr, "the tensor, where it is held as it is; None", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -581,6 +592,7 @@ bool make_types() {
     packed_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
     packed_type.tp_dealloc = packed_dealloc;
     packed_type.tp_getset = packed_attributes;
+    packed_type.tp_methods = packed_methods;
     replayer_type.tp_name = "backstash.interpreter._replay.Replayer";
     replayer_type.tp_basicsize = sizeof(Replayer);
     replayer_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;

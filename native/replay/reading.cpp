@@ -382,14 +382,6 @@ Object claimed(Packed* packed) {
     return found.is_none() ? Object() : found;
 }
 
-// Whether the program's own tensor has got other memory, by an assignment to its data: plain PyTorch reads that.
-bool was_assigned(const Packed* packed) {
-    if (!packed->has_original) return false;
-    const auto original = packed->original.lock();
-    if (!original || original->layout() != at::kStrided || !original->has_storage()) return false;
-    return original->storage().unsafeGetStorageImpl() != packed->dense.storage().unsafeGetStorageImpl();
-}
-
 Object original_of(const Packed* packed) {
     auto original = packed->has_original ? packed->original.lock() : c10::intrusive_ptr<at::TensorImpl>();
     return original ? wrapped(at::Tensor(std::move(original))) : Object(Py_None);
@@ -451,6 +443,14 @@ Object planes_in(const Slot& slot) {
     TORCH_CHECK(PyTuple_CheckExact(found.get()) && PyTuple_GET_SIZE(found.get()) == 2, "fetch returns planes and seconds");
     slot.taken().stall_seconds += PyFloat_AsDouble(PyTuple_GET_ITEM(found.get(), 1));
     return Object(PyTuple_GET_ITEM(found.get(), 0));
+}
+
+// Whether the program's own tensor has got other memory, by an assignment to its data: plain PyTorch reads that.
+bool was_assigned(const Packed* packed) {
+    if (!packed->has_original) return false;
+    const auto original = packed->original.lock();
+    if (!original || original->layout() != at::kStrided || !original->has_storage()) return false;
+    return original->storage().unsafeGetStorageImpl() != packed->dense.storage().unsafeGetStorageImpl();
 }
 
 bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }

@@ -22,6 +22,9 @@ extern PyTypeObject lock_type;
 bool make_lock_type();
 
 bool is_plain(PyObject* object);     // a Tensor or a Parameter, of no class of the program
+bool is_plain(const at::Tensor& x);
+bool is_parameter(const at::Tensor& x);  // of the model, or a view of one
+bool is_ordinary(const at::Tensor& x);   // of memory in strides, without flags that change what it says
 bool is_odd(const at::Tensor& x);    // see saved.is_odd
 bool is_traced();                    // see torch_internals.is_traced
 PyObject* hold(PyObject* holding, PyObject* object);  // see held.Holding
@@ -32,6 +35,27 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
 // Outside of a pass: what is made again from memory that the function may change, or hands on, is held again. Whether the
 // long way need not hear of the call: Note: [between passes] in replay/replaying.py.
 bool concerns_nobody(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
+
+// A known call in progress: what autograd saves in it is put aside.
+struct Opened {
+    Opened(Replayer& replayer, std::shared_ptr<Run> of, const Call* known);
+    ~Opened() { end(); }
+    void end();
+    bool sees() const;
+    bool keep(const at::Tensor& x, const std::shared_ptr<Kept>& fresh);  // false: it takes nothing more
+
+    Replayer* replayer;
+    std::shared_ptr<Run> run;
+    const Call* known;
+    Opened* before;
+    size_t depth = 0;
+    std::mutex mutex;  // of those below, which another thread may take in
+    std::vector<std::shared_ptr<Kept>> kept;
+    std::atomic<bool> is_closed = true;
+};
+void take_in_all(Run& run);                       // what is put aside
+Object take_next(Run& run, const at::Tensor& x);  // nothing where it is not what the script says
+
 void break_run(Replayer& replayer);
 void end_run(Replayer& replayer, bool is_left);
 

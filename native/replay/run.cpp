@@ -24,28 +24,9 @@ constexpr uint64_t SPREAD = 0x9E3779B1;       // as in sample.py
 
 using Clock = std::chrono::steady_clock;
 
-bool is_parameter(PyObject* object, const at::Tensor& x) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) return true;
-    if (!x.is_view()) return false;
-    const Object base = wrapped(at::Tensor(x._base()));
-    return reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == ParameterClass;
-}
-
-bool is_leaf_of_graph(const at::Tensor& x) { return x.requires_grad() && x.is_leaf(); }
-
-bool is_pinned(const at::Tensor& x) {
-    return is_leaf_of_graph(x) || (x.is_view() && is_leaf_of_graph(at::Tensor(x._base())));
-}
-
-bool is_ordinary(const at::Tensor& x) {
-    return x.layout() == at::kStrided && !x.is_nested() && x.has_storage() && !is_odd(x);
-}
-
 c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& x) {
     return x.storage().getWeakStorageImpl();
 }
-
-int64_t version_of(const at::Tensor& x) { return static_cast<int64_t>(x._version()); }
 
 // The same content as before, or the first one; else the register is of no use.
 void meet(Run& run, int number, const at::Tensor& x, int64_t version) {
@@ -61,84 +42,7 @@ void meet(Run& run, int number, const at::Tensor& x, int64_t version) {
     }
 }
 
-Packed* make_packed(Run& run, const Save* save) {
-    auto* made = reinterpret_cast<Packed*>(packed_type.tp_alloc(&packed_type, 0));
-    if (made == nullptr) throw python_error();
-    new (&made->script) std::shared_ptr<const Script>(run.script);
-    new (&made->session) std::shared_ptr<Session>(run.session);
-    new (&made->slot) std::shared_ptr<Slot>();
-    new (&made->dense) at::Tensor();
-    new (&made->counter) c10::VariableVersion();
-    new (&made->original) c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>());
-    made->save = save;
-    made->has_original = false;
-    made->version = 0;
-    made->modified = made->node = -1;
-    made->nbytes = 0;
-    made->round = 0;
-    made->delegate = nullptr;
-    ++run.session->alive;
-    return made;
-}
-
 void look_again(Run& run, int number, long when) { run.due[when].push_back(number); }
-
-// Takes a tensor in that is saved as that save was; whether it is one like it.
-bool is_like(const Run& run, const Save& save, PyObject* object, const at::Tensor& x) {
-    if ((save.call >= 0) != run.in_call) return false;
-    if (save.kind == Kind::sparse) return x.layout() != at::kStrided && !is_odd(x);
-    if (!is_ordinary(x)) return false;
-    const auto in_storage = static_cast<int64_t>(x.storage().nbytes());
-    if (save.kind == Kind::parameter) {
-        if (storage_of(x) == save.parameter || is_parameter(object, x)) return true;
-        return x.requires_grad() && save.layout.fits(x) && !run.pending.contains(storage_of(x));  // weights of this pass alone
-    }
-    if (is_parameter(object, x)) return false;
-    if (save.kind == Kind::small) return in_storage < run.script->min_nbytes;
-    if (in_storage != save.storage_nbytes || !save.layout.fits(x) || is_pinned(x) != save.is_pinned) return false;
-    if (save.kind != Kind::value) return true;
-    auto known = run.pending.find(storage_of(x));
-    if (known != run.pending.end() && run.values[known->second].expired()) known = run.pending.end();
-    const bool is_first = run.values[save.value].expired();
-    return is_first ? known == run.pending.end() : known != run.pending.end() && known->second == save.value;
-}
-
-PyObject* take(Run& run, const Save& save, PyObject* object, const at::Tensor& x) {
-    Object made = Object::taken(reinterpret_cast<PyObject*>(make_packed(run, &save)));
-    auto* packed = reinterpret_cast<Packed*>(made.get());
-    const bool is_itself = is_leaf_of_graph(x) && save.kind != Kind::loose && save.kind != Kind::shape;
-    packed->dense = is_itself || (save.kind == Kind::parameter && x.is_leaf()) ? x : detached(x);
-    packed->version = version_of(x);
-    packed->nbytes = save.kind == Kind::sparse ? 0 : static_cast<int64_t>(x.nbytes());
-    packed->node = static_cast<int64_t>(at::sequence_number::peek()) - save.gap;
-    if (!is_itself) {
-        packed->original = c10::weak_intrusive_ptr<at::TensorImpl>(x.getIntrusivePtr());
-        packed->has_original = true;
-    }
-    if (save.kind == Kind::value) {
-        auto slot = run.values[save.value].lock();
-        if (slot == nullptr) {
-            slot = std::make_shared<Slot>(run.script, run.session, run.script->values[save.value], save.value);
-            run.values[save.value] = slot;
-            slot->all_taken = run.taken;
-            slot->taken().is_there = true;
-            slot->storage = storage_of(x);
-            slot->held_nbytes = slot->value.nbytes;
-            slot->born = run.clock;
-            run.session->add(slot->held_nbytes);
-            run.pending[slot->storage] = save.value;
-            Timing& timing = run.script->timings[save.value];
-            if (timing.spares != 0 && --timing.spared <= 0) {
-                timing.spared = timing.spares;
-                slot->is_asked = true;
-            }
-        }
-        packed->slot = slot;
-        slot->members.push_back(packed);
-    }
-    if (run.in_call) run.current.push_back(made);
-    return made.release();
-}
 
 // A value is known now, and to be looked at.
 void queue(Run& run, const Packed* packed) {
@@ -168,8 +72,6 @@ PyObject* item_of(PyObject* result, int number) {
     if (!PyTuple_Check(result) && !PyList_Check(result)) return number == 0 ? result : nullptr;
     return number < PySequence_Fast_GET_SIZE(result) ? PySequence_Fast_GET_ITEM(result, number) : nullptr;
 }
-
-using NodePointer = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;  // another one in each torch
 
 // The node that has made a result, or that one of several; null where it is none of autograd's.
 NodePointer node_behind(PyObject* result, int number) {
@@ -741,7 +643,7 @@ bool touch_all(Session& session, Run* run, long effect, PyObject* args, PyObject
     const auto touch_one = [&](PyObject* arg) {
         if (is_plain(arg)) {
             const at::Tensor& x = THPVariable_Unpack(arg);
-            if (effect == CHANGES_STATISTICS && (x.requires_grad() || is_parameter(arg, x))) return true;
+            if (effect == CHANGES_STATISTICS && (x.requires_grad() || is_parameter(x))) return true;
             touch(session, run, x, is_unseen);
             return true;
         }
@@ -783,11 +685,6 @@ std::optional<long> kind_of(Replayer& replayer, PyObject* function) {
 
 }  // namespace
 
-bool is_plain(PyObject* object) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass ||
-           reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
-}
-
 bool is_odd(const at::Tensor& x) {
     return x.is_quantized() || x.is_conj() || x.is_neg() || x.is_meta() || x.is_nested() || x.is_inference() ||
            x._is_zerotensor();
@@ -817,6 +714,7 @@ void tell_end(Replayer& replayer, const std::shared_ptr<Run>& run, bool is_broke
 void break_run(Replayer& replayer) {
     const std::shared_ptr<Run> run = std::move(replayer.run);
     replayer.run = nullptr;
+    take_in_all(*run);
     run->is_broken = true;
     const Locked locked(run->session->lock.get());
     std::vector<Packed*> unnamed;
@@ -874,6 +772,7 @@ void hold_before_leaving(Session& session, Run* run) {
 
 void end_run(Replayer& replayer, bool is_left) {
     const std::shared_ptr<Run> run = replayer.run;
+    if (run != nullptr) take_in_all(*run);
     {
         const Locked locked(replayer.session->lock.get());
         if (run != nullptr)
@@ -881,7 +780,7 @@ void end_run(Replayer& replayer, bool is_left) {
         if (is_left) hold_before_leaving(*replayer.session, run.get());
     }
     if (run == nullptr) return;
-    const bool is_whole = run->next_save == run->script->saves.size();
+    const bool is_whole = run->next_save == run->script->saves.size() && !run->differs;
     replayer.run = nullptr;
     tell_end(replayer, run, !is_whole, false);
 }
@@ -912,25 +811,21 @@ PyObject* pack(Replayer& replayer, PyObject* object) {
         }
         return call(replayer.session->take_in.get(), object).release();
     };
-    if (run->session->stops) return on_the_long_way();
-    const bool is_followed = is_plain(object) && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
-                             run->next_save < run->script->saves.size();
-    const at::Tensor* x = is_followed ? &THPVariable_Unpack(object) : nullptr;
-    if (x == nullptr || !is_like(*run, run->script->saves[run->next_save], object, *x)) return on_the_long_way();
-    const Save& save = run->script->saves[run->next_save];
-    const Unheard unheard;  // a function of the program's own saves outside of all calls
-    const at::NoGradGuard unrecorded;
-    ++run->next_save;
-    PyObject* packed = take(*run, save, object, *x);
+    take_in_all(*run);
+    if (run->session->stops || !is_plain(object) || c10::impl::TorchDispatchModeTLS::stack_len() != 0)
+        return on_the_long_way();
+    Object held = take_next(*run, THPVariable_Unpack(object));
+    if (held.is_none()) return on_the_long_way();
     if (!run->in_call) {
-        const Object held = Object::taken(Py_NewRef(packed));
-        verify(*run, reinterpret_cast<Packed*>(packed));
-        queue(*run, reinterpret_cast<Packed*>(packed));
+        const Unheard unheard;  // a function of the program's own saves outside of all calls
+        const at::NoGradGuard unrecorded;
+        verify(*run, reinterpret_cast<Packed*>(held.get()));
+        queue(*run, reinterpret_cast<Packed*>(held.get()));
         ++run->clock;
         const Locked locked(run->session->lock.get());
         look(*run);
     }
-    return packed;
+    return held.release();
 }
 
 PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs) {
@@ -980,18 +875,22 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     const size_t first = run->next_save;
     run->in_call = true;
     run->current.clear();
+    Opened opened(replayer, run, expected);
     PyObject* returned = PyObject_Call(function, args, kwargs);
-    run->in_call = false;
     Object result;
     if (returned == nullptr) {
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
+        opened.end();
+        run->in_call = false;
         if (replayer.run == run && run->next_save != first) break_run(replayer);
         if (run->is_broken) call(run->session->name.get(), Py_None);
         PyErr_Restore(type, error, trace);
         return nullptr;
     }
     result = Object::taken(returned);
+    opened.end();
+    run->in_call = false;
     if (replayer.run != run) {  // it was broken, or has ended
         if (run->is_broken) call(run->session->name.get(), result.get());
         return result.release();
@@ -999,7 +898,7 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
     const size_t saves = run->next_save - first;
     if (expected == nullptr && saves == 0) return result.release();
     const Locked locked(run->session->lock.get());
-    const bool is_it = expected != nullptr && saves == static_cast<size_t>(expected->saves);
+    const bool is_it = expected != nullptr && saves == static_cast<size_t>(expected->saves) && !run->differs;
     if (!is_it || !are_nodes(*run, *expected, result.get())) {
         if (saves != 0) {
             break_run(replayer);

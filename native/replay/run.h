@@ -6,7 +6,11 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <torch/csrc/autograd/function.h>
+
+#include <atomic>
 #include <map>
+#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -163,7 +167,8 @@ struct Session {
     Object lock;
     int64_t nbytes = 0, remade_nbytes = 0, peak_nbytes = 0, stashed_nbytes = 0, others_nbytes = 0;
     int64_t alive = 0;
-    bool is_unpacked = false, stops = false;  // the policy says something else from now on
+    std::atomic<bool> is_unpacked = false;
+    bool stops = false;  // the policy says something else from now on
     // By the storage of what the program may still change, in this pass or later, the values that are made again from it;
     // and whether there are such values on the long way.
     std::unordered_map<const void*, std::vector<std::weak_ptr<Slot>>> leaning;
@@ -192,6 +197,23 @@ struct Snapshot {
     at::Tensor copy;
 };
 
+// What autograd saves in a known call, as it is then: see saving.cpp.
+struct Kept {
+    Kept() = default;
+    Kept(const Kept&) = delete;
+    ~Kept();
+    const Save* save = nullptr;
+    at::Tensor dense;
+    c10::weak_intrusive_ptr<at::TensorImpl> original{c10::intrusive_ptr<at::TensorImpl>()};
+    bool has_original = false;
+    bool is_unsure = false;        // whether it is a parameter: what it is a part of tells
+    int64_t version = 0, nbytes = 0, node = 0;
+    std::atomic<PyObject*> packed = nullptr;  // what has taken its place since
+    PyObject* unpack = nullptr;    // reads that, where it is no Packed
+};
+
+struct Opened;
+
 // A forward pass in progress.
 struct Run {
     std::shared_ptr<const Script> script;
@@ -200,6 +222,8 @@ struct Run {
     size_t next_save = 0, next_call = 0;
     long clock = 0;
     bool in_call = false, is_broken = false, has_copied = false;
+    bool differs = false;     // what was saved last is not what the script says
+    Opened* opened = nullptr;  // the call in progress, which puts aside what is saved in it
     Rows rows;
     std::vector<std::weak_ptr<Slot>> values;  // which their saved tensors hold, and what is made from them
     std::shared_ptr<std::vector<Taken>> taken = std::make_shared<std::vector<Taken>>();
@@ -225,6 +249,7 @@ PyObject* unpack(Packed* packed);
 PyObject* read_whole(Packed* packed);
 void release(const std::shared_ptr<Slot>& slot);
 bool is_in_backward();
+bool was_assigned(const Packed* packed);
 bool may_await_large_weight();
 extern PyObject *Accumulation, *Table;  // the names of redeem/accumulation.py and redeem/table.py
 
@@ -281,7 +306,11 @@ private:
 
 inline c10::StorageImpl* storage_of(const at::Tensor& x) { return x.storage().unsafeGetStorageImpl(); }
 
+inline int64_t version_of(const at::Tensor& x) { return static_cast<int64_t>(x._version()); }
+
 inline Object wrapped(const at::Tensor& x) { return Object::taken(THPVariable_Wrap(x)); }
+
+using NodePointer = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;  // another one in each torch
 
 // What x.detach() returns, without a way through torch's dispatcher.
 inline at::Tensor detached(const at::Tensor& x) {
