@@ -169,4 +169,4 @@ def test_isa_is_capped_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 @native_test
 def test_a_library_of_another_version_says_so() -> None:
     with pytest.raises(OSError, match=r"bs_of_tomorrow.*1 of 2 are missing.*python setup.py build_native"):
-        library.functions({"bs_isa": (ctypes.c_int, []), "bs_of_tomorrow": (None, [])})
+        library.functions(bs_isa="i()", bs_of_tomorrow="()")

@@ -286,6 +286,13 @@ SINGLES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that codecs with an error take: what is computed as float32."""
 
 
+def refuses_floats(spec: TensorSpec) -> str | None:
+    """The reason why a codec of :data:`FLOATS` does not take a tensor, for its dtype or its layout, else None."""
+    if spec.dtype not in FLOATS:
+        return "it takes float32, bfloat16, float16 and float64 only"
+    return refuses_layout(spec)
+
+
 def refuses_singles(spec: TensorSpec) -> str | None:
     """The reason why a codec of :data:`SINGLES` does not take a tensor, for its dtype or its layout, else None."""
     if spec.dtype not in SINGLES:

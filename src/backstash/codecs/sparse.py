@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import EXACT, FLOATS, ErrorBound, asks_for_sign, check_saving, flat, refuses_layout
+from backstash.codecs.base import EXACT, ErrorBound, asks_for_sign, check_saving, flat, refuses_floats
 from backstash.codecs.minifloat.codec import Minifloat
 from backstash.codecs.sample import look
 from backstash.saved import Mask, Need, TensorSpec, Test
@@ -73,9 +73,7 @@ class Sparse:
         """Accepts dense floating tensors of 16, 32 or 64 bits, and of them those that ``values`` accepts."""
         if self.values is not None:
             return self.values.accepts(spec)
-        if spec.dtype not in FLOATS:
-            return "it takes float32, bfloat16, float16 and float64 only"
-        return refuses_layout(spec)
+        return refuses_floats(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample has too few zeros (see codecs.sample). On CUDA the host waits for it."""

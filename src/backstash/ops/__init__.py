@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         unpack_fields,
         with_room,
     )
-    from backstash.ops.layout import ZVC_CHUNK, bytes_for, check_plane, groups, zvc_chunks
+    from backstash.ops.layout import ZVC_CHUNK, bytes_for, check_plane, disagreement, groups, zvc_chunks
     from backstash.ops.registration import kernel
     from backstash.ops.table import IN_GRAPHS, ON_DEVICES, dynamic_size
 
@@ -30,6 +30,7 @@ __all__ = [
     "bytes_for",
     "check_plane",
     "count_of",
+    "disagreement",
     "dynamic_size",
     "gathered",
     "groups",
@@ -49,6 +50,7 @@ _HOMES = {
     "bytes_for": "layout",
     "check_plane": "layout",
     "count_of": "bits",
+    "disagreement": "layout",
     "dynamic_size": "table",
     "gathered": "bits",
     "groups": "layout",

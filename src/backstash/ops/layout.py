@@ -101,6 +101,14 @@ def check_plane(op: str, name: str, plane: Tensor, expected: int, out: Tensor | 
         )
 
 
+def disagreement(op: str, wanted: str, what: str, stored: int) -> str:
+    """Returns the message for a stash whose planes disagree: what a kernel wanted, and of what how many are stored."""
+    return (
+        f"{op} asked for {wanted}, got planes that disagree ({stored} {what} stored). The stash was overwritten or cut "
+        f"short; compute the step again."
+    )
+
+
 def zvc_chunks(numel: int) -> int:
     """Returns the number of ZVC chunks of ``numel`` elements."""
     return (numel + ZVC_CHUNK - 1) // ZVC_CHUNK

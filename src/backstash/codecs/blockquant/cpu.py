@@ -5,7 +5,7 @@ Other dtypes than float32, float16 and bfloat16, and other widths and group size
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -19,21 +19,10 @@ from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, new_plane, threa
 _PLANES, _IMAGE = [c_void_p] * 3, [c_int64] * 2  # codes, low, high; channels, area
 
 _lib: Any = library.functions(
-    {
-        "bs_blockquant_encode": (
-            c_int64,
-            [c_void_p, c_int64, c_int, c_int, c_int64, c_int, c_uint32, c_void_p, c_void_p, c_int],
-        ),
-        "bs_blockquant_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
-        "bs_blockquant_encode_rows": (
-            None,
-            [c_void_p, c_int64, c_int, c_int, c_int64, c_int, c_uint32, c_int, *_IMAGE, *_PLANES, c_int],
-        ),
-        "bs_blockquant_decode_rows": (
-            None,
-            [*_PLANES, c_int, c_int64, c_int, c_void_p, c_int64, c_int, *_IMAGE, c_int],
-        ),
-    }
+    bs_blockquant_encode="l(pliiliuppi)",
+    bs_blockquant_decode="(ppilplii)",
+    bs_blockquant_encode_rows="(pliiliuillpppi)",
+    bs_blockquant_decode_rows="(pppiliplilli)",
 )
 
 _SIZES = [2**power for power in range(4, 13)]
@@ -53,11 +42,7 @@ def blockquant_encode(
 
 
 def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode`.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode`."""
     n = out.numel()
     taken = out.dtype in SMALL_FLOATS and ranges.dtype is out.dtype and bits in (1, 2, 4, 8) and group_size in _SIZES
     if not taken:
@@ -97,11 +82,7 @@ def blockquant_decode_rows(
     area: int,
     out: Tensor,
 ) -> None:
-    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode_rows`.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode_rows`."""
     n = out.numel()
     taken = out.dtype in SMALL_FLOATS and low.dtype is high.dtype is out.dtype and bits in (1, 2, 4, 8)
     if not taken or group_size not in _SIZES:

@@ -119,11 +119,7 @@ def blockquant_encode(
 
 
 def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode`.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode`."""
     check_plane("blockquant_decode", "codes", codes, bytes_for(out.numel(), bits), out)
     check_plane("blockquant_decode", "ranges", ranges, 2 * groups(out.numel(), group_size), out)
     arguments = codes, bits_of(ranges), bits_of(out), out.numel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_csr_count": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_int]),
-        "bs_csr_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
-        "bs_csr_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
-    }
+    bs_csr_count="l(plipi)",
+    bs_csr_gather="(plipppli)",
+    bs_csr_decode="i(ppplplii)",
 )
 
 
@@ -39,12 +36,7 @@ def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.csr.reference.csr_decode`. All planes are checked before ``out`` is touched.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` or another plane needs, or the rows, the columns and
-            the number of values do not agree.
-    """
+    """See :func:`backstash.codecs.csr.reference.csr_decode`. All planes are checked before ``out`` is touched."""
     width = out.element_size()
     if width not in (2, 4, 8) or values.element_size() != width or rows.dtype is not torch.int32:
         return reference.csr_decode(columns, rows, values, out)

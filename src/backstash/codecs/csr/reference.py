@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import ON_DEVICES, bits_of, dynamic_size, gathered, kernel
+from backstash.ops import ON_DEVICES, bits_of, disagreement, dynamic_size, gathered, kernel
+
+csr_damage = partial(disagreement, "csr_decode", "the columns and values that the rows announce", "values")
 
 CSR_ROW = 256
 """Elements of a CSR row: a column index of one byte tells so many apart."""
@@ -17,22 +21,17 @@ def csr_rows(numel: int) -> int:
     return (numel + CSR_ROW - 1) // CSR_ROW
 
 
-def _csr_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(room, dtype=torch.uint8),
-        x.new_empty(csr_rows(x.numel()) + 1, dtype=torch.int32),
-        x.new_empty(room),
-        x.new_empty(1, dtype=torch.int64),
-    )
+def _planes(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.new_empty(csr_rows(x.numel()) + 1, dtype=torch.int32)
+    return x.new_empty(room, dtype=torch.uint8), rows, x.new_empty(room)
 
 
 def _csr(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    nonzeros = dynamic_size()
-    return (
-        x.new_empty(nonzeros, dtype=torch.uint8),
-        x.new_empty(csr_rows(x.numel()) + 1, dtype=torch.int32),
-        x.new_empty(nonzeros),
-    )
+    return _planes(x, dynamic_size())
+
+
+def _csr_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_planes(x, room), x.new_empty(1, dtype=torch.int64)
 
 
 @kernel("(Tensor x) -> (Tensor, Tensor, Tensor)", _csr)
@@ -89,11 +88,3 @@ def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> No
         raise DamagedPlanesError(csr_damage(values.numel()))
     bits_of(out).zero_()
     bits_of(out)[where] = bits_of(values)
-
-
-def csr_damage(stored: int) -> str:
-    """Returns the message for a CSR stash whose planes disagree."""
-    return (
-        f"csr_decode asked for the columns and values that the rows announce, got planes that disagree "
-        f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
-    )

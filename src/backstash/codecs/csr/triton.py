@@ -88,13 +88,6 @@ def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`backstash.codecs.csr.reference.csr_encode`.
 
     **Waits for the device**, once, after the first of two passes, as :func:`zvc_encode` does.
-
-    Args:
-        x: [n], 2, 4 or 8 bytes per element, n < 2**31.
-
-    Returns:
-        columns uint8 [number of elements that have any bit set]; rows int32 [ceil(n / CSR_ROW) + 1]; values [as many
-        as columns] of ``x``'s dtype.
     """
     rows = csr_counted(x)
     stored = int(rows[-1].item())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -16,17 +15,9 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_exponents_code": (
-            c_int64,
-            [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5, c_int64, c_void_p, c_int],
-        ),
-        "bs_exponents_gather": (
-            None,
-            [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 4, c_int64, c_void_p, c_int64, c_int],
-        ),
-        "bs_exponents_decode": (c_int, [*[c_void_p] * 5, c_int64, c_void_p, c_int64, c_int, c_int, c_int]),
-    }
+    bs_exponents_code="l(pliippppplpi)",
+    bs_exponents_gather="(pliipppplpli)",
+    bs_exponents_decode="i(ppppplpliii)",
 )
 
 ASIDE = 8
@@ -70,12 +61,7 @@ def _encoded(x: Tensor, bits: int, room: int | None) -> tuple[tuple[Tensor, Tens
 def exponents_decode(
     fractions: Tensor, codes: Tensor, bases: Tensor, offsets: Tensor, escapes: Tensor, bits: int, out: Tensor
 ) -> None:
-    """See :func:`backstash.codecs.exponents.reference.exponents_decode`. Checks all planes before it touches ``out``.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs, or the codes, the offsets and the number of
-            escapes do not agree.
-    """
+    """See :func:`backstash.codecs.exponents.reference.exponents_decode`. Checks all planes first."""
     width = out.element_size()
     if width not in (2, 4):
         return reference.exponents_decode(fractions, codes, bases, offsets, escapes, bits, out)

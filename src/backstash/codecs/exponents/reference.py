@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import bytes_for, dynamic_size, gathered, kernel, pack_fields, per_chunk, unpack_fields, zvc_chunks
+from backstash.ops import (
+    bytes_for,
+    disagreement,
+    dynamic_size,
+    gathered,
+    kernel,
+    pack_fields,
+    per_chunk,
+    unpack_fields,
+    zvc_chunks,
+)
+
+exponents_damage = partial(
+    disagreement, "exponents_decode", "the escapes that the codes and the offsets announce", "escapes"
+)
 
 EXPONENTS_BLOCK = 512
 """Elements whose exponents are coded in one window. A chunk of ZVC_CHUNK is a whole number of such blocks.
@@ -164,11 +180,3 @@ def check_exponents(fractions: Tensor, codes: Tensor, bases: Tensor, offsets: Te
             f"exponents_decode asked for fractions, codes, bases and offsets of {list(wanted)} elements, got "
             f"{list(found)}. The stash was overwritten or cut short; compute the step again."
         )
-
-
-def exponents_damage(stored: int) -> str:
-    """Returns the message for a stash whose planes disagree."""
-    return (
-        f"exponents_decode asked for the escapes that the codes and the offsets announce, got planes that disagree "
-        f"({stored} escapes stored). The stash was overwritten or cut short; compute the step again."
-    )

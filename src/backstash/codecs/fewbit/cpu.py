@@ -5,7 +5,7 @@ Other dtypes than float32, float16 and bfloat16 go to the reference; products of
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_int32, c_uint32
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +18,9 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import UNSIGNED, check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_fewbit_encode": (c_int64, [c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p, c_int]),
-        "bs_fewbit_decode": (None, [c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int, c_int]),
-        "bs_scale_by_codes": (None, [c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int, c_int]),
-    }
+    bs_fewbit_encode="l(pliiippi)",
+    bs_fewbit_decode="(pipplii)",
+    bs_scale_by_codes="(ppipplii)",
 )
 
 _INFINITY = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
@@ -69,11 +67,7 @@ def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor
 
 
 def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.fewbit.reference.fewbit_decode`.
-
-    Raises:
-        DamagedPlanesError: the plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.fewbit.reference.fewbit_decode`."""
     if out.dtype not in _INFINITY or not 1 <= bits <= 4 or len(values) != 2**bits:
         return reference.fewbit_decode(packed, values, bits, out)
     n, width = out.numel(), out.element_size()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from backstash.codecs.base import (
     EXACT,
-    FLOATS,
     Draft,
     Encoded,
     ErrorBound,
@@ -21,7 +20,7 @@ from backstash.codecs.base import (
     check_planes,
     flat,
     like,
-    refuses_layout,
+    refuses_floats,
     require_accepted,
 )
 from backstash.codecs.direct import Direct, Factors, MaskBits, Slopes
@@ -77,9 +76,7 @@ class Bitmask:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits."""
-        if spec.dtype not in FLOATS:
-            return "it takes float32, bfloat16, float16 and float64 only"
-        return refuses_layout(spec)
+        return refuses_floats(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Declines nothing."""
@@ -185,9 +182,7 @@ class Binary:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits that are not empty."""
-        if spec.dtype not in FLOATS:
-            return "it takes float32, bfloat16, float16 and float64 only"
-        return "it is empty" if spec.numel == 0 else refuses_layout(spec)
+        return refuses_floats(spec) or ("it is empty" if spec.numel == 0 else None)
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample shows other than two bit patterns.

@@ -6,7 +6,6 @@ Other dtypes than float32, float64, float16 and bfloat16 go to the reference; so
 from __future__ import annotations
 
 import math
-from ctypes import c_double, c_int, c_int64, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import FLOATS, UNSIGNED, check_plane, new_plane, rounded, scalar_bits, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_bitmask_encode": (None, [c_void_p, c_int64, c_int, c_int, c_double, c_double, c_void_p, c_int]),
-        "bs_binary_encode": (c_int64, [c_void_p, c_int64, c_int, c_uint64, c_uint64, c_void_p, c_int]),
-        "bs_mask_decode": (None, [c_void_p, c_void_p, c_int64, c_int, c_uint64, c_uint64, c_int]),
-        "bs_mask_select": (None, [c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int]),
-    }
+    bs_bitmask_encode="(pliiddpi)",
+    bs_binary_encode="l(pliwwpi)",
+    bs_mask_decode="(ppliwwi)",
+    bs_mask_select="(pplipi)",
 )
 
 
@@ -40,11 +37,7 @@ def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
 
 
 def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) -> None:
-    """See :func:`backstash.codecs.masks.reference.bitmask_decode`.
-
-    Raises:
-        DamagedPlanesError: the mask is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.masks.reference.bitmask_decode`."""
     width = out.element_size()
     if width not in UNSIGNED or out.dtype.is_complex:
         return reference.bitmask_decode(mask, out, if_set, if_clear)
@@ -73,11 +66,7 @@ def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.masks.reference.binary_decode`.
-
-    Raises:
-        DamagedPlanesError: the mask is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.masks.reference.binary_decode`."""
     width = out.element_size()
     if width not in (2, 4, 8) or pair.element_size() != width:
         return reference.binary_decode(mask, pair, out)

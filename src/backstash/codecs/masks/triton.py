@@ -133,11 +133,7 @@ def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
 
 
 def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) -> None:
-    """See :func:`backstash.codecs.masks.reference.bitmask_decode`.
-
-    Raises:
-        DamagedPlanesError: the mask has not ceil(n / 8) bytes.
-    """
+    """See :func:`backstash.codecs.masks.reference.bitmask_decode`."""
     check_plane("bitmask_decode", "mask", mask, bytes_for(out.numel(), 1), out)
     launch(
         bitmask_decode_kernel,
@@ -152,15 +148,7 @@ def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) ->
 
 
 def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`backstash.codecs.masks.reference.binary_encode`.
-
-    Args:
-        x: [n], 2, 4 or 8 bytes per element.
-        pair: [2] of the same dtype, on the same device.
-
-    Returns:
-        The mask, uint8 [ceil(n / 8)], and int64 [1] on the device: how many elements are neither.
-    """
+    """See :func:`backstash.codecs.masks.reference.binary_encode`."""
     mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
     strangers = x.new_zeros(1, dtype=torch.int64)
     launch(
@@ -177,11 +165,7 @@ def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.masks.reference.binary_decode`.
-
-    Raises:
-        DamagedPlanesError: the mask has not ceil(n / 8) bytes, or the pair not 2 elements.
-    """
+    """See :func:`backstash.codecs.masks.reference.binary_decode`."""
     check_plane("binary_decode", "mask", mask, bytes_for(out.numel(), 1), out)
     check_plane("binary_decode", "pair", pair, 2, out)
     launch(
@@ -196,11 +180,7 @@ def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
 
 
 def mask_select(x: Tensor, mask: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.masks.reference.mask_select`.
-
-    Raises:
-        DamagedPlanesError: the mask has not ceil(n / 8) bytes.
-    """
+    """See :func:`backstash.codecs.masks.reference.mask_select`."""
     check_plane("mask_select", "mask", mask, bytes_for(x.numel(), 1), x)
     programs = blocks_of(mask.numel(), BLOCK_BYTES)
     launch(mask_select_kernel, programs, bits_of(x), mask, bits_of(out), x.numel(), BLOCK_BYTES=BLOCK_BYTES)

@@ -6,7 +6,6 @@ float32.
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -19,20 +18,12 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import FLOATS, check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_minifloat_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_int]),
-        "bs_minifloat_decode": (None, [c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
-        "bs_minifloat_scaled_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_void_p, c_int]),
-        "bs_minifloat_scaled_decode": (None, [c_void_p, c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
-        "bs_minifloat_images_encode": (
-            None,
-            [c_void_p, c_int64, c_int, c_int, *[c_int64] * 3, c_void_p, c_void_p, c_int],
-        ),
-        "bs_minifloat_images_decode": (
-            None,
-            [c_void_p, c_void_p, c_int, *[c_int64] * 3, c_void_p, c_int64, c_int, c_int],
-        ),
-    }
+    bs_minifloat_encode="(pliiipi)",
+    bs_minifloat_decode="(piplii)",
+    bs_minifloat_scaled_encode="(pliilppi)",
+    bs_minifloat_scaled_decode="(ppilplii)",
+    bs_minifloat_images_encode="(pliilllppi)",
+    bs_minifloat_images_decode="(ppilllplii)",
 )
 
 
@@ -53,11 +44,7 @@ def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
 
 
 def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_decode`.
-
-    Raises:
-        DamagedPlanesError: the plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_decode`."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or codes.dtype is not form.dtype:
         return reference.minifloat_decode(codes, format, out)
@@ -78,11 +65,7 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
 
 
 def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_decode`.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_decode`."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or format not in SCALED or scales.dtype is not torch.float32:
         return reference.minifloat_scaled_decode(codes, scales, format, group_size, out)
@@ -108,11 +91,7 @@ def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: i
 def minifloat_images_decode(
     codes: Tensor, scales: Tensor, format: str, group_size: int, channels: int, area: int, out: Tensor
 ) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_images_decode`.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_images_decode`."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or format not in SCALED or scales.dtype is not torch.float32:
         return reference.minifloat_images_decode(codes, scales, format, group_size, channels, area, out)

@@ -211,13 +211,7 @@ def _scaled_constants(form: Format, dtype: torch.dtype, group_size: int) -> dict
 
 
 def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_encode`.
-
-    Args:
-        x: float32, bfloat16 or float16 [n].
-        format: a name in ``formats.FORMATS``.
-        nonzero: whether what is not zero gets the smallest magnitude that is not zero instead of zero.
-    """
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_encode`."""
     form = FORMATS[format]
     codes = x.new_empty(form.words(x.numel()), dtype=form.dtype)
     arguments, constants = (bits_of(x), codes, x.numel(), codes.numel()), format_constants(form, x.dtype)
@@ -227,11 +221,7 @@ def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
 
 
 def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_decode`.
-
-    Raises:
-        DamagedPlanesError: the plane has not the format's words for n codes.
-    """
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_decode`."""
     form = FORMATS[format]
     check_plane("minifloat_decode", "codes", codes, form.words(out.numel()), out)
     arguments, constants = (codes, bits_of(out), out.numel()), format_constants(form, out.dtype)
@@ -258,11 +248,7 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
 
 
 def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_decode`.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_decode`."""
     form = FORMATS[format]
     check_plane("minifloat_scaled_decode", "codes", codes, out.numel(), out)
     check_plane("minifloat_scaled_decode", "scales", scales, groups(out.numel(), group_size), out)

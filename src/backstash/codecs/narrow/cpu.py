@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import INTEGERS, check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_narrow_encode": (None, [c_void_p, c_int64, c_int, c_int, c_int64, c_void_p, c_int]),
-        "bs_narrow_decode": (None, [c_void_p, c_int, c_int64, c_void_p, c_int64, c_int, c_int]),
-    }
+    bs_narrow_encode="(pliilpi)",
+    bs_narrow_decode="(pilplii)",
 )
 
 
@@ -33,11 +30,7 @@ def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
 
 
 def narrow_decode(packed: Tensor, bits: int, base: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.narrow.reference.narrow_decode`.
-
-    Raises:
-        DamagedPlanesError: the plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.narrow.reference.narrow_decode`."""
     code = INTEGERS.get(out.dtype)
     if code is None or not 1 <= bits <= 32:
         return reference.narrow_decode(packed, bits, base, out)

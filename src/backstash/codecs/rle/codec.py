@@ -9,13 +9,12 @@ from torch import Tensor
 
 from backstash.codecs.base import (
     EXACT,
-    FLOATS,
     Encoded,
     check_planes,
     check_saving,
     flat,
     like,
-    refuses_layout,
+    refuses_floats,
     require_accepted,
 )
 from backstash.codecs.sample import sample
@@ -65,9 +64,7 @@ class Rle:
 
     def accepts(self, spec: TensorSpec) -> str | None:
         """Accepts dense floating tensors of 16, 32 or 64 bits."""
-        if spec.dtype not in FLOATS:
-            return "it takes float32, bfloat16, float16 and float64 only"
-        return refuses_layout(spec)
+        return refuses_floats(spec)
 
     def declines(self, x: Tensor) -> str | None:
         """Declines where a sample has too few zeros, or too scattered ones. On CUDA the host waits for the sample."""

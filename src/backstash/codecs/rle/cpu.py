@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -16,14 +15,12 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_rle_count": (c_int64, [c_void_p, c_int64, c_void_p, c_int]),
-        "bs_rle_write": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int]),
-        "bs_rle_mask": (c_int, [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int]),
-        "bs_zvc_mark": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
-        "bs_zvc_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
-        "bs_zvc_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
-    }
+    bs_rle_count="l(plpi)",
+    bs_rle_write="(plppi)",
+    bs_rle_mask="i(plplpi)",
+    bs_zvc_mark="l(plippi)",
+    bs_zvc_gather="(plipppli)",
+    bs_zvc_decode="i(ppplplii)",
 )
 
 
@@ -46,12 +43,7 @@ def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.rle.reference.rle_decode`. All planes are checked before ``out`` is touched.
-
-    Raises:
-        DamagedPlanesError: the starts are not of the size that ``out`` needs, or the tokens, the starts and the number
-            of values do not agree.
-    """
+    """See :func:`backstash.codecs.rle.reference.rle_decode`. All planes are checked before ``out`` is touched."""
     width = out.element_size()
     if width not in (2, 4, 8) or values.element_size() != width:
         return reference.rle_decode(tokens, starts, values, out)

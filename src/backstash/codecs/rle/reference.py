@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from backstash.errors import DamagedPlanesError
-from backstash.ops import ZVC_CHUNK, bits_of, dynamic_size, kernel, per_chunk, zvc_chunks
+from backstash.ops import ZVC_CHUNK, bits_of, disagreement, dynamic_size, kernel, per_chunk, zvc_chunks
+
+rle_damage = partial(disagreement, "rle_decode", "the values that the tokens and the starts announce", "values")
 
 LONGEST = 255
 """The length of the longest run that a token stands for."""
@@ -81,11 +85,3 @@ def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> N
         raise DamagedPlanesError(rle_damage(values.numel()))
     bits_of(out).zero_()
     bits_of(out)[flags] = bits_of(values)
-
-
-def rle_damage(stored: int) -> str:
-    """Returns the message for a stash whose planes disagree."""
-    return (
-        f"rle_decode asked for the values that the tokens and the starts announce, got planes that disagree "
-        f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
-    )

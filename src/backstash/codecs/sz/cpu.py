@@ -5,7 +5,7 @@ Other dtypes than float32, float16 and bfloat16 go to the reference.
 
 from __future__ import annotations
 
-from ctypes import c_double, c_int, c_int64, c_void_p
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -19,47 +19,12 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import SMALL_FLOATS
 
 _lib: Any = library.functions(
-    {
-        "bs_sz_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_int]),
-        "bs_sz_survey": (
-            None,
-            [c_void_p, c_int64, c_int, *[c_double] * 3, c_int, c_void_p, c_int64, c_int64, c_void_p],
-        ),
-        "bs_sz_encode": (
-            c_void_p,
-            [
-                c_void_p,
-                c_int64,
-                c_int,
-                c_void_p,
-                c_int64,
-                *[c_double] * 3,
-                c_int64,
-                *[c_int] * 2,
-                *[c_void_p] * 2,
-                c_int,
-            ],
-        ),
-        "bs_sz_free": (None, [c_void_p]),
-        "bs_sz_collect": (None, [c_void_p] * 5 + [c_int]),
-        "bs_sz_decode": (
-            c_int,
-            [
-                *[c_void_p, c_int64] * 2,
-                c_void_p,
-                *[c_void_p, c_int64] * 2,
-                *[c_double] * 2,
-                c_int64,
-                c_int,
-                c_int,
-                c_void_p,
-                c_void_p,
-                c_int64,
-                c_int,
-                c_int,
-            ],
-        ),
-    }
+    bs_sz_range="(plipi)",
+    bs_sz_survey="(plidddipllp)",
+    bs_sz_encode="p(plipldddliippi)",
+    bs_sz_free="(p)",
+    bs_sz_collect="(pppppi)",
+    bs_sz_decode="i(plplpplplddliipplii)",
 )
 
 
@@ -95,11 +60,7 @@ def sz_encode(
     blocks: list[int],
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`backstash.codecs.sz.reference.sz_encode`.
-
-    Raises:
-        ValueError: the table is none, or there is no memory for what is encoded.
-    """
+    """See :func:`backstash.codecs.sz.reference.sz_encode`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
     threads, sizes, n = torch.get_num_threads(), (c_int64 * 3)(), x.numel()
@@ -138,11 +99,7 @@ def sz_decode(
     out: Tensor,
     offset: float = 0.0,
 ) -> None:
-    """See :func:`backstash.codecs.sz.reference.sz_decode`. Sizes and checksums are checked before ``out`` is touched.
-
-    Raises:
-        DamagedPlanesError: the planes do not fit together, or a checksum is another one.
-    """
+    """See :func:`backstash.codecs.sz.reference.sz_decode`. All is checked before ``out`` is touched."""
     if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
         return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
     n = out.numel()

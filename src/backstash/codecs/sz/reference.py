@@ -8,6 +8,7 @@ these words from the last to the first.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,24 +46,21 @@ def _counts(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(len(AXES) * BINS, dtype=torch.int64)
 
 
-def _planes(
-    x: Tensor,
-    table: Tensor,
-    step: float,
-    bound: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    words, places, values = dynamic_size(), dynamic_size(), dynamic_size()
+def _sized(x: Tensor, blocks: list[int], words: int, places: int, values: int) -> tuple[Tensor, ...]:
     return (
         x.new_empty(words, dtype=torch.int16),
         x.new_empty(1 + 4 * chunks(x.numel(), blocks[3]), dtype=torch.int64),
         x.new_empty(places, dtype=torch.int16),
         x.new_empty(values),
     )
+
+
+def _planes(x: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    return _sized(x, how[6], dynamic_size(), dynamic_size(), dynamic_size())
+
+
+def _planes_within(x: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    return *_sized(x, how[6], *how[7]), x.new_empty(3, dtype=torch.int64)
 
 
 @kernel("(Tensor x) -> Tensor", _extremes)
@@ -136,27 +134,6 @@ def check(index: int, stream: Tensor, places: Tensor, values: Tensor) -> Tensor:
 def signed(value: int) -> int:
     """Returns the int64 that has the lowest 64 bits of ``value``."""
     return (value + 2**63) % 2**64 - 2**63
-
-
-def _planes_within(
-    x: Tensor,
-    table: Tensor,
-    step: float,
-    bound: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    rooms: list[int],
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(rooms[0], dtype=torch.int16),
-        x.new_empty(1 + 4 * chunks(x.numel(), blocks[3]), dtype=torch.int64),
-        x.new_empty(rooms[1], dtype=torch.int16),
-        x.new_empty(rooms[2]),
-        x.new_empty(3, dtype=torch.int64),
-    )
 
 
 @kernel(
@@ -436,21 +413,8 @@ def _decoded(streams: list[Tensor], table: Tensor, base: int, low: int, axes: in
     return restored(flat, axes, blocks)
 
 
-def _flag(
-    table: Tensor,
-    stream: Tensor,
-    index: Tensor,
-    places: Tensor,
-    values: Tensor,
-    step: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    out: Tensor,
-    offset: float = 0.0,
-) -> Tensor:
-    return out.new_empty(1, dtype=torch.int32)
+def _flag(table: Tensor, *_: object) -> Tensor:
+    return table.new_empty(1, dtype=torch.int32)
 
 
 @kernel(

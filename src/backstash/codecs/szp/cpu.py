@@ -5,7 +5,6 @@ Other dtypes than float32, float16 and bfloat16 go to the reference.
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -19,12 +18,10 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_szp_range": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
-        "bs_szp_measure": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int]),
-        "bs_szp_write": (None, [c_void_p, c_int64, c_int, *[c_void_p] * 4, c_int64, c_int]),
-        "bs_szp_decode": (c_int, [*[c_void_p] * 3, c_int64, c_float, c_void_p, c_int64, c_int, c_int]),
-    }
+    bs_szp_range="(plippi)",
+    bs_szp_measure="l(plipppi)",
+    bs_szp_write="(plippppli)",
+    bs_szp_decode="i(ppplfplii)",
 )
 
 
@@ -54,12 +51,7 @@ def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.szp.reference.szp_decode`. All planes are checked before ``out`` is touched.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs, or the mask's bits, the offsets, the widths
-            and the number of words do not agree.
-    """
+    """See :func:`backstash.codecs.szp.reference.szp_decode`. All planes are checked before ``out`` is touched."""
     if out.dtype not in SMALL_FLOATS:
         return reference.szp_decode(mask, offsets, words, step, out)
     n = out.numel()

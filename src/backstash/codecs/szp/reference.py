@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from backstash.ops import (
     bits_of,
     bytes_for,
     count_of,
+    disagreement,
     dynamic_size,
     kernel,
     pack_fields,
@@ -18,6 +21,10 @@ from backstash.ops import (
     unpack_fields,
     with_room,
     zvc_chunks,
+)
+
+szp_damage = partial(
+    disagreement, "szp_decode", "the words that the mask, the offsets and the widths announce", "words"
 )
 
 SZP_BLOCK = 32
@@ -34,21 +41,14 @@ def _extremes(x: Tensor) -> Tensor:
     return x.new_empty(2, dtype=torch.float32)
 
 
-def _planes(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
-        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
-        x.new_empty(dynamic_size(), dtype=torch.int32),
-    )
+def _planes(x: Tensor, grid: Tensor, words: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    mask, offsets = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8), zvc_chunks(x.numel())
+    plane = x.new_empty(dynamic_size() if words is None else words, dtype=torch.int32)
+    return mask, x.new_empty(offsets, dtype=torch.int64), plane
 
 
 def _planes_within(x: Tensor, grid: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
-        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
-        x.new_empty(room, dtype=torch.int32),
-        x.new_empty(1, dtype=torch.int64),
-    )
+    return *_planes(x, grid, room), x.new_empty(1, dtype=torch.int64)
 
 
 @kernel("(Tensor x) -> Tensor", _extremes)
@@ -179,14 +179,6 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
     integers = bits_of(out)
     integers.zero_()
     integers[flags] = torch.where(raw, code.to(integers.dtype), bits_of(values))
-
-
-def szp_damage(stored: int) -> str:
-    """Returns the message for a stash whose planes disagree."""
-    return (
-        f"szp_decode asked for the words that the mask, the offsets and the widths announce, got planes that disagree "
-        f"({stored} words stored). The stash was overwritten or cut short; compute the step again."
-    )
 
 
 def _places(counts: Tensor, blocks: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from torch import Tensor
 from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import new_plane, threads_for
 
-_lib: Any = library.functions({"bs_upcast_encode": (c_int64, [c_void_p, c_int64, c_void_p, c_int])})
+_lib: Any = library.functions(
+    bs_upcast_encode="l(plpi)",
+)
 
 
 def upcast_encode(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Elements of 1 byte and of 16 bytes go to the reference; of small formats what ``
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -21,20 +20,12 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import FLOATS, check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_zvc_mark": (c_int64, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]),
-        "bs_zvc_gather": (None, [c_void_p, c_int64, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int]),
-        "bs_zvc_decode": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int]),
-        "bs_zvc_minifloat_encode": (
-            c_int64,
-            [c_void_p, c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int],
-        ),
-        "bs_zvc_minifloat_place": (None, [c_void_p, c_int64, c_int, c_int, *[c_void_p] * 5, c_int64, c_int]),
-        "bs_zvc_minifloat_decode": (
-            c_int,
-            [c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_int64, c_int, c_int],
-        ),
-    }
+    bs_zvc_mark="l(plippi)",
+    bs_zvc_gather="(plipppli)",
+    bs_zvc_decode="i(ppplplii)",
+    bs_zvc_minifloat_encode="l(pliippplpi)",
+    bs_zvc_minifloat_place="(pliipppppli)",
+    bs_zvc_minifloat_decode="i(pppliplii)",
 )
 
 _SCRATCH = 31 << 20
@@ -60,12 +51,7 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.zvc.reference.zvc_decode`. All planes are checked before ``out`` is touched.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs, or the mask's bits, the offsets and the
-            number of values do not agree.
-    """
+    """See :func:`backstash.codecs.zvc.reference.zvc_decode`. All planes are checked before ``out`` is touched."""
     width = out.element_size()
     if width not in (2, 4, 8) or values.element_size() != width:
         return reference.zvc_decode(mask, offsets, values, out)
@@ -98,12 +84,7 @@ def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor
 
 
 def zvc_minifloat_decode(mask: Tensor, offsets: Tensor, values: Tensor, format: str, out: Tensor) -> None:
-    """See :func:`backstash.codecs.zvc.reference.zvc_minifloat_decode`. Checks all planes before it touches ``out``.
-
-    Raises:
-        DamagedPlanesError: a plane is not of the size that ``out`` needs, or the mask's bits, the offsets and the
-            number of values do not agree.
-    """
+    """See :func:`backstash.codecs.zvc.reference.zvc_minifloat_decode`. Checks all planes before it touches ``out``."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or values.dtype is not form.dtype:
         return reference.zvc_minifloat_decode(mask, offsets, values, format, out)

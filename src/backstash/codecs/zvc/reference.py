@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from backstash.ops import (
     ON_DEVICES,
     bits_of,
     bytes_for,
+    disagreement,
     dynamic_size,
     gathered,
     kernel,
@@ -21,22 +24,20 @@ from backstash.ops import (
     zvc_chunks,
 )
 
+zvc_damage = partial(disagreement, "zvc_decode", "the values that the mask and the offsets announce", "values")
+
+
+def _planes(x: Tensor, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
+    return mask, x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64), x.new_empty(words, dtype=dtype)
+
 
 def _zvc(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
-        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
-        x.new_empty(dynamic_size()),
-    )
+    return _planes(x, dynamic_size(), x.dtype)
 
 
 def _zvc_within(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
-        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
-        x.new_empty(room),
-        x.new_empty(1, dtype=torch.int64),
-    )
+    return *_planes(x, room, x.dtype), x.new_empty(1, dtype=torch.int64)
 
 
 @kernel("(Tensor x) -> (Tensor, Tensor, Tensor)", _zvc)
@@ -88,29 +89,13 @@ def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> No
     bits_of(out)[flags] = bits_of(values)
 
 
-def zvc_damage(stored: int) -> str:
-    """Returns the message for a ZVC stash whose planes disagree."""
-    return (
-        f"zvc_decode asked for the values that the mask and the offsets announce, got planes that disagree "
-        f"({stored} values stored). The stash was overwritten or cut short; compute the step again."
-    )
-
-
 def _zvc_codes(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
-        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
-        x.new_empty(dynamic_size(), dtype=FORMATS[format].dtype),
-    )
+    return _planes(x, dynamic_size(), FORMATS[format].dtype)
 
 
 def _zvc_codes_within(x: Tensor, format: str, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8),
-        x.new_empty(zvc_chunks(x.numel()), dtype=torch.int64),
-        x.new_empty(FORMATS[format].words(room), dtype=FORMATS[format].dtype),
-        x.new_empty(1, dtype=torch.int64),
-    )
+    form = FORMATS[format]
+    return *_planes(x, form.words(room), form.dtype), x.new_empty(1, dtype=torch.int64)
 
 
 @kernel("(Tensor x, str format) -> (Tensor, Tensor, Tensor)", _zvc_codes)

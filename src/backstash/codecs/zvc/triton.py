@@ -87,13 +87,6 @@ def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     **Waits for the device**, once, after the first of two passes: the size of the values plane depends on the data and
     the host allocates it. In return nothing but the planes themselves is allocated (and 8 bytes per chunk, twice).
     :func:`zvc_encode_within` does not wait.
-
-    Args:
-        x: [n], 2, 4 or 8 bytes per element.
-
-    Returns:
-        mask uint8 [ceil(n / 8)]; offsets int64 [ceil(n / ZVC_CHUNK)], where each chunk's first value stands in the
-        values plane; values [number of set bits] of ``x``'s dtype.
     """
     mask, offsets, count = zvc_masked(x)
     values = x.new_empty(int(count.item()))

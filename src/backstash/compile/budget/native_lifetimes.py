@@ -18,7 +18,9 @@ from backstash.ops.cpu import library
 @cache
 def _library() -> Any:
     """The library, loaded when a budget is searched first."""
-    return library.functions({"bs_lifetimes": (None, [c_void_p] * 5)})
+    return library.functions(
+        bs_lifetimes="(ppppp)",
+    )
 
 
 _FLAGS = ("is_gradient", "is_forward", "is_input", "fuses", "reads_fused", "is_shared", "is_image", "is_heavy")

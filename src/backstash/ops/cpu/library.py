@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import c_char_p, c_int, c_int64, c_void_p
+from collections.abc import Mapping
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,19 @@ and one may lack a function of which the interpreter of scripts asks the address
 HUGE_FROM = 4 << 20
 """Bytes from which huge pages are asked for: below, the memory comes from a heap that has been touched already."""
 
-Signatures = dict[str, tuple[Any, list[Any]]]
-"""C functions by their names: the type of the result, and those of the arguments."""
+TYPES: dict[str, Any] = {
+    **{"i": c_int, "l": c_int64, "u": c_uint32, "w": c_uint64},
+    **{"f": c_float, "d": c_double, "p": c_void_p, "s": c_char_p, "": None},
+}
+"""Types of C by the letters of a signature: ``"l(pi)"`` returns an int64, and takes a pointer and an int."""
 
-_OWN: Signatures = {
-    "bs_interface": (c_int, []),
-    "bs_isa": (c_int, []),
-    "bs_set_isa": (c_int, [c_int]),
-    "bs_compiler": (c_char_p, []),
-    "bs_has_openmp": (c_int, []),
-    "bs_advise_huge": (c_int, [c_void_p, c_int64]),
+_OWN = {
+    "bs_interface": "i()",
+    "bs_isa": "i()",
+    "bs_set_isa": "i(i)",
+    "bs_compiler": "s()",
+    "bs_has_openmp": "i()",
+    "bs_advise_huge": "i(pl)",
 }
 
 
@@ -87,7 +91,7 @@ def load() -> ctypes.CDLL | None:
     return lib
 
 
-def _declare(lib: ctypes.CDLL, signatures: Signatures) -> None:
+def _declare(lib: ctypes.CDLL, signatures: Mapping[str, str]) -> None:
     missing = [name for name in signatures if not hasattr(lib, name)]
     if missing:
         raise OSError(
@@ -95,14 +99,16 @@ def _declare(lib: ctypes.CDLL, signatures: Signatures) -> None:
             f"{len(signatures)} are missing): it was built from another version of backstash. Build it again: "
             f"'pip install' from the package's sources, or 'python setup.py build_native' in a clone."
         )
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
+    for name, signature in signatures.items():
+        function, (result, arguments) = getattr(lib, name), signature.rstrip(")").split("(")
+        function.restype, function.argtypes = TYPES[result], [TYPES[letter] for letter in arguments]
 
 
-def functions(signatures: Signatures) -> ctypes.CDLL | None:
+def functions(**signatures: str) -> ctypes.CDLL | None:
     """Declares C functions and returns the library, which has them as attributes, or None if it may not be used.
+
+    Args:
+        signatures: the functions' types, in the letters of TYPES.
 
     Raises:
         OSError: as :func:`load`.

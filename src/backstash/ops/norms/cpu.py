@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from ctypes import c_double, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from backstash.ops.layout import Rounding, bytes_for
 from backstash.ops.norms import reference as reference
 
 _lib: Any = library.functions(
-    {
-        "bs_affine": (None, [c_void_p] * 7 + [c_int64] * 3 + [c_int, c_double, c_double] + [c_void_p] * 2 + [c_int]),
-        "bs_batch_norm_channels": (c_int64, [c_void_p] * 5 + [c_int64] * 3 + [c_void_p] * 3 + [c_int]),
-        "bs_batch_norm_pixels": (None, [c_void_p] * 7 + [c_int64] * 2 + [c_void_p, c_int]),
-    }
+    bs_affine="(pppppppllliddppi)",
+    bs_batch_norm_channels="l(ppppplllpppi)",
+    bs_batch_norm_pixels="(pppppppllpi)",
 )
 
 

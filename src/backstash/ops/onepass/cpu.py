@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ctypes import c_double, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -13,30 +12,13 @@ from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, threads_for
 from backstash.ops.layout import Rounding, bytes_for, images
 from backstash.ops.onepass import reference as reference
 
-_ENDS = [c_void_p, c_void_p, c_int]
-_TABLE = [c_void_p] * 2 + [c_int64] * 2
-
 _lib: Any = library.functions(
-    {
-        "bs_norm_rows": (
-            None,
-            [c_void_p, c_void_p, c_int, *[c_void_p] * 4, c_int, c_int64, c_int64, c_int, c_int, c_void_p, c_int, c_int],
-        ),
-        "bs_group_norm": (
-            None,
-            [c_void_p, c_int, *[c_void_p] * 4, c_int, *[c_int64] * 5, c_int, *_TABLE, c_int, *[c_void_p] * 3, c_int],
-        ),
-        "bs_channel_norm": (
-            None,
-            [c_void_p, c_void_p, c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int, *[c_double] * 2, c_int, *_ENDS],
-        ),
-        "bs_gated": (
-            None,
-            [c_void_p, c_void_p, c_int, c_int64, *_TABLE, c_int, c_int, c_void_p, c_void_p, c_int],
-        ),
-        "bs_curve": (None, [c_void_p, c_int, c_int64, c_int, *_TABLE, c_int, c_void_p, c_int]),
-        "bs_dropout": (None, [c_void_p, c_int, c_int64, c_void_p, c_double, c_int, c_void_p, c_int]),
-    }
+    bs_norm_rows="(ppippppilliipii)",
+    bs_group_norm="(pippppilllllippllipppi)",
+    bs_channel_norm="(ppippppllliddippi)",
+    bs_gated="(ppilpplliippi)",
+    bs_curve="(pilippllipi)",
+    bs_dropout="(pilpdipi)",
 )
 
 

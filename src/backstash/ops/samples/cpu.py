@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_int, c_int64, c_void_p
+from ctypes import byref, c_int64
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +11,7 @@ from backstash.ops.cpu import library
 from backstash.ops.samples import reference as reference
 
 _lib: Any = library.functions(
-    {
-        "bs_look": (None, [c_void_p, c_int, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
-    }
+    bs_look="(pilllpp)",
 )
 
 

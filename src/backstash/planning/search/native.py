@@ -23,15 +23,13 @@ from backstash.planning.search.moves import Moves, alike, block_starts
 def _library() -> Any:
     """The library, loaded when a plan is made first."""
     return library.functions(
-        {
-            "bs_search_new": (c_void_p, [c_void_p, c_void_p]),
-            "bs_search_free": (None, [c_void_p]),
-            "bs_search_set": (c_int64, [c_void_p, c_int64, c_int64]),
-            "bs_search_load": (None, [c_void_p, c_void_p]),
-            "bs_search_set_all": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
-            "bs_search_lower": (c_int64, [c_void_p, c_int64, c_double, c_int64, c_void_p]),
-            "bs_search_relax": (None, [c_void_p, c_int64, c_void_p]),
-        }
+        bs_search_new="p(pp)",
+        bs_search_free="(p)",
+        bs_search_set="l(pll)",
+        bs_search_load="(pp)",
+        bs_search_set_all="(ppplp)",
+        bs_search_lower="l(pldlp)",
+        bs_search_relax="(plp)",
     )
 
 

@@ -5,7 +5,7 @@ More than three spatial dimensions go to the reference; so do gradients in other
 
 from __future__ import annotations
 
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -18,11 +18,9 @@ from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import check_plane, new_plane, threads_for
 
 _lib: Any = library.functions(
-    {
-        "bs_window_encode": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int, c_void_p, c_int]),
-        "bs_window_decode": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int]),
-        "bs_window_scatter": (None, [c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int]),
-    }
+    bs_window_encode="l(pllpipi)",
+    bs_window_decode="(plpipli)",
+    bs_window_scatter="(plpiplipi)",
 )
 
 
@@ -61,11 +59,7 @@ def window_decode(
     dilation: list[int],
     out: Tensor,
 ) -> None:
-    """See :func:`backstash.codecs.narrow.windows.reference.window_decode`.
-
-    Raises:
-        DamagedPlanesError: the plane is not of the size that ``out`` needs.
-    """
+    """See :func:`backstash.codecs.narrow.windows.reference.window_decode`."""
     if not 1 <= len(kernel) <= 3 or out.dtype is not torch.int64:
         return reference.window_decode(packed, inner, input_size, output_size, kernel, stride, padding, dilation, out)
     n, bits = out.numel(), window_bits(kernel)

@@ -190,17 +190,7 @@ def window_encode(
     padding: list[int],
     dilation: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`backstash.codecs.narrow.windows.reference.window_encode`.
-
-    Args:
-        indices: int64 [n] in memory order, each an index into the flattened spatial input, as max_pool returns them.
-        inner: elements between spatial neighbours in memory: 1 for contiguous, the channels for channels_last.
-        input_size, output_size, kernel, stride, padding, dilation: of the pooling, one entry per spatial dimension.
-
-    Returns:
-        uint8 [ceil(n * window_bits(kernel) / 8)], and int64 [1] on the device: how many indices are in no position
-        of their window.
-    """
+    """See :func:`backstash.codecs.narrow.windows.reference.window_encode`."""
     bits = window_bits(kernel)
     packed = indices.new_empty(bytes_for(indices.numel(), bits), dtype=torch.uint8)
     strays = indices.new_zeros(1, dtype=torch.int64)
@@ -234,11 +224,7 @@ def window_decode(
     dilation: list[int],
     out: Tensor,
 ) -> None:
-    """See :func:`backstash.codecs.narrow.windows.reference.window_decode`.
-
-    Raises:
-        DamagedPlanesError: the packed plane has not ceil(n * window_bits(kernel) / 8) bytes.
-    """
+    """See :func:`backstash.codecs.narrow.windows.reference.window_decode`."""
     bits = window_bits(kernel)
     check_plane("window_decode", "packed", packed, bytes_for(out.numel(), bits), out)
     launch(
@@ -272,9 +258,6 @@ def window_scatter(
     """See :func:`backstash.codecs.narrow.windows.reference.window_scatter`.
 
     Each element adds up its own windows, so the bits do not depend on the order in which programs run.
-
-    Raises:
-        DamagedPlanesError: the packed plane is not of the size that ``grad`` needs.
     """
     bits = window_bits(kernel)
     check_plane("window_scatter", "packed", packed, bytes_for(grad.numel(), bits), out)

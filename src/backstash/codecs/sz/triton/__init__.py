@@ -129,9 +129,6 @@ def sz_encode(
     **Waits for the device**, once, before the planes are allocated: their sizes depend on the data. Until then 4 bytes
     per element are allocated for codes, and until the end as many bytes as ``x`` has for words. What the table says is
     not checked, which would wait.
-
-    Raises:
-        ValueError: the table has not 2 to 32 frequencies.
     """
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
@@ -239,9 +236,6 @@ def sz_decode(
     """See :func:`backstash.codecs.sz.reference.sz_decode`.
 
     **Waits for the device**, once, when all is queued: damage is found there, and raised here.
-
-    Raises:
-        DamagedPlanesError: the planes do not fit together, or a checksum is another one.
     """
     if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
         return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
