@@ -16,7 +16,6 @@ from backstash.planning.model.allocator import (
     Allocation,
     Block,
     CachingAllocator,
-    OutOfReservedError,
     block_nbytes,
     replay,
     reserved_by,
@@ -75,17 +74,6 @@ def test_a_lower_hole_is_fragmentation_that_an_expandable_segment_does_not_have(
     assert growing.allocated_nbytes == 38 * MIB and growing.reserved_nbytes == 40 * MIB  # in units of 20 MiB
 
 
-def test_what_is_wholly_free_is_given_back_before_memory_runs_out() -> None:
-    allocator = CachingAllocator(capacity=64 * MIB)
-    allocator.free(allocator.allocate(40 * MIB))
-    kept = allocator.allocate(2 * MIB)  # of a part of these 40 MiB
-    with pytest.raises(OutOfReservedError, match="41943040 of 67108864 are reserved, and 2097152 of these are in use"):
-        allocator.allocate(44 * MIB)
-    allocator.free(kept)
-    assert allocator.allocate(44 * MIB).nbytes == 44 * MIB and allocator.reserved_nbytes == 44 * MIB
-    assert allocator.peak_reserved_nbytes == 44 * MIB
-
-
 def test_a_block_is_freed_once() -> None:
     allocator = CachingAllocator()
     block = allocator.allocate(1)
@@ -107,8 +95,6 @@ def test_no_sequence_breaks_what_an_allocator_promises(is_expandable: bool) -> N
             else:
                 nbytes = draw.choice([draw.randint(1, 2000), draw.randint(1, 4 * MIB), draw.randint(1, 60 * MIB)])
                 used.append((allocator.allocate(nbytes, draw.randint(0, 1)), nbytes))
-            if draw.random() < 0.03:
-                allocator.give_back()
         assert all(nbytes <= block.nbytes < nbytes + 512 + MIB for block, nbytes in used)
         assert allocator.allocated_nbytes == sum(block.nbytes for block, _ in used)
         free = [block for pool in allocator._pools.values() for block in pool.free]

@@ -155,7 +155,6 @@ def _end_forked(exit_code: int, has_profiled: bool) -> NoReturn:
     """Ends a process that the script has forked, without a report: that is told by the process that it was forked from.
 
     Args:
-        exit_code: the script's.
         has_profiled: whether torch's profiler may have run before the fork. Its destructor waits for a thread that is
             not there after a fork, and aborts the process. So such a process ends before destructors run.
     """

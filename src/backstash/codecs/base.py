@@ -96,7 +96,6 @@ class Encoded:
 
     Attributes:
         codec: id of the codec that made it.
-        spec: the tensor that was encoded.
         planes: named tensors; the names appear in reports.
         meta: small numbers that decoding needs.
     """

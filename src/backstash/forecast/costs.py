@@ -78,7 +78,6 @@ class Clock:
     """Seconds of operations on one card.
 
     Attributes:
-        card: the card.
         rates: which shares of its peaks are reached.
     """
 
@@ -104,7 +103,6 @@ class Clock:
         """Returns the time of a step (Note: [two clocks]).
 
         Args:
-            works: its operations.
             hooked: how many saved tensors go through a hook in Python.
         """
         card = host = 0.0

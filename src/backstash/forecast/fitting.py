@@ -39,7 +39,6 @@ class Fit:
         way: its name.
         units: the size, in units; 0 where not even one fits.
         peak_nbytes: bytes that are alive at most, parameters and all; of the smallest size where not even that fits.
-        seconds: of a step.
     """
 
     way: str
@@ -50,11 +49,6 @@ class Fit:
 
 class Fits:
     """What fits on a card.
-
-    Args:
-        steps: the steps of a program.
-        card: the card.
-        allow: what plans may do.
 
     Attributes:
         room: bytes that may be alive on the card.

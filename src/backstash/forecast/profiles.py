@@ -155,9 +155,7 @@ def profile_on(traced: TracedSteps, values: TracedValues, clock: Clock) -> StepP
     """Returns the profile of a step on a card.
 
     Args:
-        traced: the steps of the program.
         values: those of the step of which autograd holds nothing.
-        clock: of the card.
     """
     step = values.step
     seconds = [clock.on_card(each.work) for each in step.operations]
@@ -191,9 +189,7 @@ class _Line:
     """The operations of a step in as few positions as its values can tell apart.
 
     Args:
-        values: the values of the step.
         planned: those that are planned; others are held from their birth to their last reader, by the base.
-        seconds: the time of each operation.
     """
 
     def __init__(self, values: TracedValues, planned: Collection[Storage], seconds: Sequence[float]) -> None:

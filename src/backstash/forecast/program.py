@@ -74,7 +74,6 @@ def _traced(
     """Runs a script until its steps were traced.
 
     Args:
-        script, args, is_module: as for :func:`traced_script`.
         computed: why the script needs numbers; empty where it runs without.
         order: the steps that are looked at. One fewer where a plan's has failed.
     """

@@ -91,9 +91,7 @@ class TracedOperation:
     """An operation of a step.
 
     Attributes:
-        name: its name in ATen.
         module: path of the module that is running; of the node's module in backward it is not known, and empty.
-        is_backward: whether an autograd node runs it.
         work: what it asks of a card.
         most_nbytes: bytes that are alive when it has its results.
         reads: the memory that it reads.
@@ -118,12 +116,9 @@ class SavedUse:
     """A node's use of what it has saved.
 
     Attributes:
-        storage: the memory.
         at: the number of the operation before which it is unpacked.
-        node: the number of the node.
         op, role: of the node.
         need: how much of it the node reads; of what it reads the sign of, a bit per element suffices.
-        spec: of the tensor.
         module: path of the module that was running when it was saved.
     """
 
@@ -688,7 +683,6 @@ def repeated(model: nn.Module, ran: Collection[nn.Module]) -> list[nn.Module]:
     Containers do not count, nor do modules without children.
 
     Args:
-        model: the model.
         ran: the modules whose forward has run. Others hold modules that the program calls itself.
     """
     counts = Counter(type(each) for each in model.modules() if each in ran and any(True for _ in each.children()))

@@ -72,8 +72,6 @@ def work_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
 
     Args:
         operation: an overload of an ATen operation.
-        args, kwargs: what it was called with.
-        result: what it returned.
     """
     name = aten_name(operation)
     if name in FREE or makes_view(operation) or operation.namespace not in ("aten",):

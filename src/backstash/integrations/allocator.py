@@ -35,7 +35,6 @@ class Family:
     """An allocator that may be installed.
 
     Attributes:
-        name: its name.
         files: names of its shared library, the best first.
         package: the package of Debian and Ubuntu that has it.
         is_automatic: whether it is used without being asked for.

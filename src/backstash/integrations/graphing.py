@@ -61,7 +61,6 @@ class _Graph:
     """A captured step.
 
     Attributes:
-        graph: the device's graph.
         told: what its replays tell.
         inputs: the tensors that it reads its arguments from.
         result: what the step returned, in the graph's memory.

@@ -101,7 +101,6 @@ def launch_under(
 
     Args:
         run: a context that reports.
-        script, args, is_module, failed: as for :func:`launch`.
 
     Raises:
         ScriptError: there is no such file or module.
@@ -130,7 +129,6 @@ def execute(
 
     Args:
         script: path of the script, of a folder or an archive with a ``__main__``, or dotted name of the module.
-        args: the script's arguments.
         is_module: whether ``script`` is the name of a module.
         failed: is called with the exception that ends the script, before its traceback is printed.
 

@@ -80,8 +80,6 @@ class Row:
 
     Attributes:
         label: the policy's name, with the allocator's where plain has run under several.
-        policy: the policy's name.
-        allocator: the allocator's name.
         is_exact: whether the policy is one that changes no bit.
         peak_nbytes: counted peak of a step above the step's start; None if no step was counted.
         resident_nbytes: growth of the resident peak since the start of the training; None on CUDA, or if the system
@@ -120,9 +118,6 @@ class Comparison:
     """The runs of a script under several policies, and the machine that they ran on.
 
     Attributes:
-        script: path of the script.
-        args: the script's arguments.
-        machine: the machine.
         runs: the runs, one for each policy, allocator and repeat, in the order of time.
         failures: label and error message of runs that could not be measured.
         is_interrupted: whether Ctrl-C has ended it before all runs were over.
@@ -354,7 +349,6 @@ def run_in_child(
     Args:
         module: the module of ``backstash.report`` that carries it out, given the order as JSON.
         order: a dataclass of plain data.
-        environment: of the process.
         printed: is called with each line of its stdout.
     """
     command = [sys.executable, "-m", f"backstash.report.{module}", json.dumps(asdict(order))]

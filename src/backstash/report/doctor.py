@@ -28,8 +28,6 @@ class Diagnosis:
     """One finding, which is one line of output.
 
     Attributes:
-        subject: the subject that was examined.
-        text: the result.
         ok: whether nothing is wrong. A slow way that works is not wrong.
     """
 

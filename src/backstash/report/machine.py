@@ -24,11 +24,9 @@ class Machine:
     """Hardware and versions.
 
     Attributes:
-        cpu: model of the processor.
         cores: number of cores that this process may use.
         threads: number of threads with which torch computes on CPU.
         gpu: name of the accelerator; None without one.
-        python, torch, backstash: versions.
         commit: git commit of backstash, with ``-dirty`` if files differ from it; None if it is not known.
         settings: environment variables of backstash, the allocator and the thread pools, which change results.
     """

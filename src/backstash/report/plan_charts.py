@@ -38,7 +38,6 @@ class Curve:
     """The bytes over a step, plain and planned.
 
     Attributes:
-        profile: the step.
         plain: bytes at each position of the plain step.
         planned: bytes at each position under the plan.
         by_layer: the planned bytes by layer.

@@ -37,9 +37,6 @@ class Part:
     Attributes:
         value: index of the planned value to which they belong.
         layer: how the value is held, or ``"passing"``.
-        nbytes: how many bytes.
-        start: the first position.
-        last: the last position.
     """
 
     value: int

@@ -47,7 +47,6 @@ def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a train
 
     Args:
         profile: the profile of which the plan was made.
-        plan: the plan.
         title: the heading, such as the name of the script that was planned.
 
     Raises:

@@ -46,8 +46,6 @@ class VerifyRequest:
     """What a child process is asked to run.
 
     Attributes:
-        script, args, is_module: the program.
-        result: the file to write.
         steps: the program is ended after this many steps.
         seed: of all default generators, before the program begins.
         is_reference: whether savers are switched off.

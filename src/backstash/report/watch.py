@@ -49,9 +49,7 @@ class Observed:
 
     Attributes:
         policy: the policy's name, or ``"plain"``.
-        device: type of the parameters' device.
         kernels: name of the kernels of backstash that serve this device.
-        steps: number of steps.
         step_seconds: seconds of each step after the counted step; on CUDA between events of the current stream.
         losses: each loss as ``float.hex``, which is exact.
         weights: SHA-256 of all parameters after the last step.
@@ -304,9 +302,7 @@ class MeasureRequest:
     """What a child process is asked to measure.
 
     Attributes:
-        script, args, is_module: the program.
         policy: name of the policy, or ``"plain"``.
-        result: the file to write.
         allocator: name of the allocator that it is started with.
         min_nbytes: the Session's.
         steps: the program is ended after this many timed steps; None to let it run to its end.

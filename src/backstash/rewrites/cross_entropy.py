@@ -30,7 +30,6 @@ class EntropySettings:
         ignore_index: the target of rows that do not count.
         is_mean: whether the loss is the mean over the rows that count, and not their sum.
         rows: number of rows whose logits exist at a time.
-        own: how the logits are computed.
         result: the dtype of the loss.
         smoothing: the share of each target that is spread over all classes.
         with_grad: whether gradients are wanted at all.
@@ -100,7 +99,6 @@ def accumulator(weight: Tensor, is_in_parts: bool) -> Tensor:
     Hundreds of small summands in bfloat16 would lose most of their bits, so several of them are added up in float32.
 
     Args:
-        weight: the weight.
         is_in_parts: whether there are several summands.
     """
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
@@ -143,7 +141,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             bias: the head's bias, [classes], or None.
             target: indices of classes, [n].
             class_weight: what each class counts, [classes], or None.
-            settings: how it is computed.
         """
         wanted = [settings.with_grad and needed for needed in ctx.needs_input_grad[:3]]
         formula, smoothing, rows = settings.own, settings.smoothing, settings.rows

@@ -50,7 +50,6 @@ class LogitFormula:
     """How a head's logits are computed. It holds no tensor that backward reads: autograd does, as its hooks say.
 
     Attributes:
-        product: the dtype of the product.
         steps: what is done to the logits.
     """
 
@@ -106,13 +105,7 @@ class LogitFormula:
 
 
 def step_for(function: Callable[..., Any], arguments: Sequence[Any], classes: int) -> LogitStep | None:
-    """Returns the step that a call with logits as the first argument is, or None if it is none of them.
-
-    Args:
-        function: what is called.
-        arguments: what is passed beside the logits.
-        classes: how many there are.
-    """
+    """Returns the step that a call with logits as the first argument is, or None if it is none of them."""
     kind = _KINDS.get(function)
     if kind is None or len(arguments) != (0 if kind == "tanh" else 1):
         return None

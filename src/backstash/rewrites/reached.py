@@ -92,7 +92,6 @@ class _Numbers:
     """The numbers of a tensor, its memory, its gradient and whether it asks for one.
 
     Args:
-        x: the tensor.
         path: how the step reaches it.
         owner: the optimizer whose memory it is; None for anything else.
     """

@@ -69,7 +69,6 @@ class RowNumbers(torch.autograd.Function):
             other_hidden: the teacher's, [n, d'], or None.
             other_weight: [classes, d'], or None.
             other_bias: [classes], or None.
-            settings: how they are computed.
         """
         count, own, other = hidden.shape[0], settings.own, settings.other
         normaliser = torch.empty(count, dtype=own.precise, device=hidden.device)

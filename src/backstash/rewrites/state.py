@@ -101,8 +101,6 @@ class StepState:
     What an optimizer remembers is copied when it steps for the first time.
 
     Args:
-        step: the step.
-        models: the models that it trains.
         moves_weights: whether the models' weights may lie elsewhere at the end, as after a change of their layout.
 
     Attributes:

@@ -35,14 +35,12 @@ class Trials:
     """Runs a step again and again from the same state.
 
     Args:
-        model: the model.
         step: the step. It leaves gradients behind and changes no parameter.
         session: the Session that the steps run in; None for none.
         name: the rewrite's name, for messages.
 
     Attributes:
         plain: the numbers of the first step.
-        steps: number of steps so far.
         computed: the coarsest dtype in which the first step computed.
     """
 

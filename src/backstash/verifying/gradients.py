@@ -49,9 +49,7 @@ class ParameterError:
     """How far a parameter's gradient is from that of the reference run.
 
     Attributes:
-        name: of the parameter.
         relative: length of the difference as a share of the reference gradient's length.
-        largest: the largest difference of an element.
         differ, elements: how many elements have other bits, and how many there are.
     """
 

@@ -30,7 +30,6 @@ class Operation:
 
     Attributes:
         name: of the operator, such as ``"aten.mm.default"``.
-        path: of the module that ran it.
         numbers: its arguments but tensors, as text.
         inputs, outputs: checksums; None where there is none.
         layouts: strides and alignment of its tensors.

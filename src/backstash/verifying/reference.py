@@ -70,7 +70,6 @@ class Reference:
         copies: whether autograd saves copies, which nobody can change in place.
 
     Attributes:
-        log: the record of the run.
         paths: as in WatchedRun.
         gradients: those of that pass, by name.
     """

@@ -94,7 +94,6 @@ class RunLog:
         unchecked: why values were not compared, and how many.
         differences: the first values that differ, in the order of forward.
         differing: how many differ.
-        regions: the regions.
         gradients: for each backward pass, checksums of the gradients by name; None for a parameter without one.
         results: for each backward pass, checksums of what it begins from.
         calls: for each backward pass, what modules were given and returned before it (Note: [inputs that differ] in

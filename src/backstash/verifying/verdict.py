@@ -23,7 +23,6 @@ class VerifyFinding:
     """Differences that have one cause.
 
     Attributes:
-        cause: the cause.
         subject: what differs first: the place of a value (``"layers.1.drop/Mul:other"``), or of gradients their name.
         value: the first value that differs; None where only gradients, buffers or generators differ.
         region: the region that recomputed it, or None.
@@ -431,8 +430,6 @@ def finding_rows(found: VerifyFinding, place: int, fix: bool) -> tuple[str, list
     """Returns a heading and labelled sentences.
 
     Args:
-        found: the finding.
-        place: its place among the findings.
         fix: whether to say what to change.
     """
     value = found.value

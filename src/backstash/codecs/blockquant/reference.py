@@ -158,11 +158,9 @@ def blockquant_decode_rows(
     """Fills ``out`` [n] from the planes of :func:`blockquant_encode_rows`.
 
     Args:
-        codes, low, high: the planes.
         bits, group_size, across: as they were encoded with.
         channels, area: of images that lie in ``out`` by image, position and channel; 0 where they lie there as they
             were encoded.
-        out: what is filled.
 
     Raises:
         DamagedPlanesError: a plane is not of the size that ``out`` needs.

@@ -66,21 +66,17 @@ class Joint:
     """A joint graph, with its values numbered.
 
     Attributes:
-        graph: the graph.
         outputs: how many results of the graph are the forward pass's.
         changed: inputs that are written to in the forward pass, so that nothing is computed from them again.
-        compiler_fuses: whether the compiler fuses elementwise operators.
         early: the sums whose product takes less memory than a gradient that it is computed from.
         is_apart: whether these products are computed before they are added.
         nodes: the node of each value.
         reads: for each value the values that it is computed from.
         nbytes: bytes of each value; 0 for inputs, for what is no tensor, and for calls with several results.
-        seconds: estimated time to compute each value.
         is_gradient: whether it depends on an incoming gradient.
         is_forward: whether a result of the forward pass depends on it.
         is_input: whether it is an input of the graph.
         fuses: whether a compiler computes it inside the kernel of whoever reads it.
-        is_shared: whether several operators read it.
         is_image: whether one call decodes it, if it is saved in few bits.
         is_heavy: whether a compiler that fuses stores its result rather than compute it for each of several readers.
         is_light: whether a kernel that reads it may compute it for itself.
@@ -99,7 +95,6 @@ class Joint:
         gradients: the values that the backward pass returns.
 
     Args:
-        graph: the joint graph.
         outputs: how many results of the graph are the forward pass's.
         fuses: whether the compiler fuses elementwise operators.
         is_apart: whether products that take less memory than their operands are computed before they are added.

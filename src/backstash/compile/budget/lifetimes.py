@@ -65,7 +65,6 @@ class PassLifetimes:
     """The lifetimes of one pass.
 
     Args:
-        joint: the graph.
         stored: values that are stored, whoever reads them.
         is_repeated: whether each kernel computes for itself what :mod:`backstash.compile.graph.repeated` says.
     """
@@ -237,7 +236,6 @@ class Lifetimes:
     """Estimates for a joint graph.
 
     Args:
-        joint: the graph.
         rounded: bytes of values in the form to which a policy rounds them.
         tests: for comparisons whose outcomes are stored beside a value that is rounded that value.
     """

@@ -43,7 +43,6 @@ class NativeLifetimes:
     """A joint graph in the form that C++ reads.
 
     Args:
-        joint, rounded, tests: as of :class:`backstash.compile.budget.lifetimes.Lifetimes`.
         most_reads: values that an elementwise result of several readers is computed from without being stored.
     """
 

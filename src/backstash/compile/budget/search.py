@@ -80,8 +80,6 @@ class GraphSearch:
     """A search for the cheapest way to stay below a budget.
 
     Args:
-        joint: the graph.
-        options: what may be done.
         budget: bytes at the peak, inputs excluded.
         start: the values that are saved at first.
         is_rounded: whether those of them that may be rounded are.

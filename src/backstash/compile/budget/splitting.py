@@ -46,7 +46,6 @@ class Chosen:
     """One way to split a graph and to hold what it saves.
 
     Attributes:
-        split: the graphs.
         plan: the form of each value.
         estimate: what it leads to.
         saves_copies: whether Inductor may save a copy of a convolution's input in the place of the input.
@@ -72,11 +71,9 @@ class _Start:
 
     Attributes:
         settings: the settings.
-        names: the saved nodes' names.
         held: bytes of each value's exact form, by the name of the node that computes it.
         rounded: bytes of the form of those that the policy rounds.
         tests: for comparisons whose outcomes are stored beside such a form the value.
-        convolves: whether the backward graph has convolutions.
     """
 
     settings: dict[str, Any]

@@ -63,10 +63,8 @@ def report_of(
 
     Args:
         policy: repr of the policy.
-        graphs: the accounts.
         loaded: those of graphs that torch has loaded from its cache on disk, which have run since.
         from_cache: how many graphs torch has loaded from there, which no partitioner has seen.
-        more: further notes.
     """
     names = distinct_names(graph.name for graph in (*graphs, *loaded))
     loaded = [graph.called(name) for graph, name in zip(loaded, names[len(graphs) :], strict=True)]

@@ -41,9 +41,7 @@ def emit_account(split: Split, account: GraphAccount, of_row: dict[fx.Node, int]
 
     Args:
         split: the graphs, treated. Nothing is added to a forward graph that saves nothing of its own.
-        account: what became of the values.
         of_row: for each saved result the number of its value's row; inputs have none.
-        identity: the treatment's fingerprint.
 
     Returns:
         The account's own name; empty if nothing was added.

@@ -153,9 +153,6 @@ class Bounding:
     Attributes:
         policy: is asked.
         loop: the name of the Loop that the graph asks.
-        graph: a name for the graph.
-        bits: of a code.
-        split: the graphs.
     """
 
     policy: Policy

@@ -47,7 +47,6 @@ class BoundedValue:
 
     Attributes:
         policy: the name of the Loop that is asked.
-        graph: a name for the graph.
         value: the ValueFacts, as text.
         weights: the inputs of the forward graph that are the weights of the layers that read the value.
     """
@@ -69,11 +68,9 @@ class ValueFacts:
 
     Attributes:
         saved: the strongest use.
-        readers: all uses.
         order: the value's dimensions, the outermost in memory first.
         layers: of each layer that reads it: its kind, the number of the reader, the settings of its autograd node, the
             number of features of its input if it is a product, else 0, and whether its gradients are transposed.
-        bits: of a code.
         comparisons: how many outcomes of comparisons are saved beside the codes, a bit per element each.
     """
 
@@ -138,9 +135,7 @@ def facts_of(
     """The facts of a value.
 
     Args:
-        saved, readers: as a policy is asked.
         layers: the layers that read the value, each with the number of its reader.
-        order, bits, comparisons: see ValueFacts.
     """
     found = []
     for number, layer in layers:
@@ -156,7 +151,6 @@ def as_layer(saved: SavedTensor, layer: Layer, number: int) -> SavedTensor:
 
     Args:
         saved: the use, named by the operator of the backward graph.
-        layer: the layer.
         number: how many layers of the kind the same module has in front of it.
     """
     role = ROLES[layer.kind]
@@ -196,7 +190,6 @@ class Loop:
     """Asks a policy for bounds while graphs run, as a Session asks it: a value that is met again begins a step.
 
     Args:
-        policy: the policy.
         name: the name that graphs know the loop by. It must live as long as the graphs may run.
     """
 
@@ -212,7 +205,6 @@ class Loop:
         Args:
             x: the value, contiguous in memory order.
             weights: the weights of the layers that read it.
-            graph, value: see BoundedValue.
         """
         place = graph, _name(value)
         bounded = self.values.get(place)

@@ -62,7 +62,6 @@ def choose_forms(
     """The form that a policy gives a value, as far as there is one in a graph.
 
     Args:
-        value: the value.
         key: its key in the report.
         policy: is asked as a Session asks it.
         min_nbytes: smaller values are kept.

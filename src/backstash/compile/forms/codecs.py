@@ -27,7 +27,6 @@ class GraphCodec(Protocol):
     """An encoding as calls of operators.
 
     Attributes:
-        label: what reports show.
         is_exact: whether gradients keep their bits.
     """
 
@@ -171,7 +170,6 @@ class GraphFacts:
     """What a graph's form of a codec may rest on.
 
     Attributes:
-        dtype: of the value.
         limit: the value is an integer from 0 to ``limit - 1``; None if that is not proven.
     """
 

@@ -60,7 +60,6 @@ def decode_by_kernel(
 
     Args:
         emit: where the call goes.
-        codec: the form.
         planes: what it has encoded.
         like: has the sizes and the dtype.
         channels_last: whether the result lies in memory in this order, and not by its sizes.

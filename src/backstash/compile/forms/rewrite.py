@@ -35,8 +35,6 @@ def rewrite(
     """Carries a choice out on both graphs.
 
     Args:
-        split: the graphs.
-        value: the value.
         choice: its form; the value is not kept.
         fuses: whether the compiler of the graphs fuses elementwise operators.
         is_apart: whether it is decoded for each call of a library that reads it, so that it is not held in between.

@@ -30,7 +30,6 @@ def substitutes(split: Split, kept: Collection[SavedValue], gradients: set[fx.No
 
     Args:
         split: the graphs, not treated.
-        kept: the values.
         gradients: the nodes of the backward graph that depend on an incoming gradient.
 
     Returns:

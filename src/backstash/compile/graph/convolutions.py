@@ -69,7 +69,6 @@ def copy_saved_inputs(graph: fx.Graph, matrices: Sequence[fx.Node], place: int) 
     """Copies to channels last what convolutions' gradients read of inputs that are saved as matrices.
 
     Args:
-        graph: the backward graph.
         matrices: the placeholders of these inputs.
         place: 1 for the images, 2 for the weights.
     """

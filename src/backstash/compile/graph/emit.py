@@ -51,7 +51,6 @@ class GraphEmitter:
     """Adds calls to a graph in front of one of its nodes, and runs each on fake tensors to know its result's facts.
 
     Args:
-        graph: the graph.
         before: the node in front of which calls are added.
         fake_mode: the mode of the graph's fake tensors.
         meta: what each new node carries beside its fake result.

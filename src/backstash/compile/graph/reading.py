@@ -59,7 +59,6 @@ class Reader:
     """One operator of the backward graph that reads a saved value, as it is or through views.
 
     Attributes:
-        node: the operator's node.
         through: the node that it reads: the value's placeholder, or the last of the views between.
         argument: the name of the argument; ``"?"`` for an operator without a schema.
         need: how much it reads.

@@ -18,12 +18,7 @@ from backstash.saved import TensorSpec
 
 @dataclass(frozen=True)
 class Member:
-    """One tensor that the forward graph hands to the backward graph.
-
-    Attributes:
-        node: the node of the forward graph.
-        placeholder: the input of the backward graph.
-    """
+    """One tensor that the forward graph hands to the backward graph."""
 
     node: fx.Node
     placeholder: fx.Node
@@ -80,7 +75,6 @@ class Split:
     """A forward and a backward graph, and what goes from the one to the other.
 
     Attributes:
-        forward, backward: the graphs.
         outputs: how many results of the forward graph are not for the backward graph.
         twins: for nodes of the backward graph the node of the forward graph that has the same value.
     """

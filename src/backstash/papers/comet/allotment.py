@@ -19,7 +19,6 @@ class CollectedValue:
     """A value as the last collection saw it.
 
     Attributes:
-        numel: number of elements.
         share: the share of elements that are not zero.
         spread: root mean square of these elements.
         bound: the error bound that the readers need; None if the value is exact.

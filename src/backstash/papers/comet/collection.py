@@ -20,7 +20,6 @@ class LayerReading:
     """The numbers of a layer in a collecting step. If a module runs twice they add up, as its weight gradients do.
 
     Attributes:
-        parameter: the layer's weight.
         shares: the input's share of elements that are not zero, ``[channels]``.
         spread: how large the input's numbers are (see layers.Linear.spread).
         pattern: which of a sample of the input's elements are not zero (see layers.pattern).
@@ -34,7 +33,6 @@ class LayerReading:
         scale: by how much the optimizer's gradient is another one than those of the passes that it consists of, and how
             many these are; None until its step (Note: [gradients on the way to the optimizer] in momentum.py).
         error: mean square of the weight gradient's difference from the exact gradient; None if it was not compared.
-        cosine: cosine between these two gradients.
     """
 
     parameter: nn.Parameter
@@ -107,7 +105,6 @@ def collector(
 
     Args:
         reading: the reading.
-        layer: facts of the layer.
         sigma: the wanted deviation, as a share of the gradient.
         place: the position of the weight among the node's inputs.
         exact: a copy of the exact input, to compare the weight gradient with that of the exact input; None: not

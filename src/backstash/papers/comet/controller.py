@@ -117,8 +117,6 @@ class _Collected(NamedTuple):
     """What a collecting step has found, on its way to the host.
 
     Attributes:
-        step: the number of the step.
-        scalars: the numbers.
         is_on_cpu: whether the host has them.
         found: of each layer, by key; numbers of ``scalars``.
         values: by key, as _Traced, with numbers of ``scalars``.
@@ -517,7 +515,6 @@ class Comet(Policy):
         Args:
             step: the number of the step that collected it.
             key: of the layer's input.
-            layer: what is known of the layer.
             found: what was found, on the host.
             applied: the bound within which the input was stored or remade.
         """

@@ -38,7 +38,6 @@ class Linear:
     A weight of a linear layer reads each sample once.
 
     Attributes:
-        shape: shape of the input.
         shares: the input's share of elements that are not zero, ``[channels]``.
     """
 
@@ -61,7 +60,6 @@ class Linear:
 
         Args:
             grad: the gradient of the layer's output.
-            weight: the layer's weight.
         """
         return channel_norms(grad, -1).square() * self.share
 
@@ -164,8 +162,6 @@ def layer_of(node: Any, x: Tensor, exact: bool = True) -> Linear:
     """Returns the facts of the layer whose autograd node saved ``x`` as its input.
 
     Args:
-        node: the autograd node.
-        x: its input.
         exact: whether a weight gradient will be computed with a batch norm's statistics. Else they are estimated.
     """
     op, shape = op_of(node), tuple(x.shape)
@@ -235,7 +231,6 @@ def overlapping(source: Tensor, read: Tensor) -> tuple[Tensor, Tensor] | None:
 
     Args:
         source: the :func:`pattern` of the source.
-        read: that of the value.
 
     Returns:
         The two counts; None if the shapes differ, so that positions cannot be compared.

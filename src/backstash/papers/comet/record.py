@@ -10,8 +10,6 @@ class Record:
     """The findings of one collection about one layer, and the decision.
 
     Attributes:
-        step: number of the step.
-        key: key of the layer's input.
         bound: the bound from now on; None: stored exactly.
         target: the wanted standard deviation of the weight gradient's error.
         predicted: the standard deviation in this step by the error model; None if the input was exact.

@@ -280,8 +280,6 @@ class RecordedBuffer:
 
     Attributes:
         name: the operation that it was allocated in or after.
-        address: its address.
-        nbytes: its size.
         start: the tick at which it was allocated.
         began_in: the number of the operation in which it was allocated.
         end: the tick at which it was released; None while it is alive.
@@ -315,7 +313,6 @@ class Decoding:
 
     Attributes:
         name: the node that asked for the value.
-        nbytes: bytes of the value.
         start: the tick at which the value is complete.
         end: the tick at which its last reader has run.
         memory: the memory that it was decoded into; None if its planes were read as they are.
@@ -339,8 +336,6 @@ class StepRecord:
 
     Attributes:
         memory: all memory that was allocated in the step.
-        ops: the operations.
-        decodings: the decodings.
         backward: the tick at which the backward pass begins; None if no autograd node ran.
         ticks: number of allocations and releases so far.
     """
@@ -379,11 +374,7 @@ class StepRecord:
         self._end_readings()
 
     def trace(self, policy: str) -> Trace:
-        """The step as a Trace.
-
-        Args:
-            policy: the Trace's ``policy``.
-        """
+        """The step as a Trace."""
         assert self.backward is not None
         end = max(self.ticks, 1)
         for decoding in reversed(self.decodings):  # memory has the role of the first value that was in it

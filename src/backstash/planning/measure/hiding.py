@@ -101,9 +101,6 @@ def hide(
 
     Args:
         seconds: what is computed in each position.
-        candidates: the values.
-        out, back: the link.
-        first_backward: the first position of backward.
         asks: the positions of backward at which a value can be asked for; None for all.
         nbytes: how many bytes are moved at most, whether they hide or not, those that hide best first; None for as many
             as hide.
@@ -218,8 +215,6 @@ def schedule(
     Args:
         until: the time at which each position begins, if nothing is waited for, and that at which the last one ends.
         candidates: all of them are moved.
-        back: the way back.
-        first_backward: the first position of backward.
         asks: the positions at which a value can be asked for, ascending.
         near: as the constant of that name; below 0 for no value to stay.
     """

@@ -74,7 +74,6 @@ class Link:
         store: its name in a Session, ``"disk"`` or ``"host"``.
         directory: the folder of a disk store's file.
         hand_over: how long the step waits until a value is handed over.
-        out, back: the transfers.
     """
 
     store: str
@@ -160,8 +159,6 @@ def allowed(tries: Sequence[str], device: str, offload_to: str | os.PathLike[str
 
     Args:
         tries: the families of choices that are allowed.
-        device: of the values.
-        offload_to: the user's folder.
 
     Raises:
         PlanError: nothing can be moved to, or a folder was given and nothing may be moved.

@@ -36,11 +36,7 @@ def moved(
     """Returns, by key, the choices to move each value, for those that it pays for.
 
     Args:
-        link: where to.
         found: what was found out about the values.
-        line: the record of the step.
-        seconds: time of each position.
-        first: the first position of backward.
     """
     until = [0.0, *accumulate(seconds)]
     movable = {key: value for key, value in found.items() if any(form.nbytes >= SMALLEST for form in value.movable)}

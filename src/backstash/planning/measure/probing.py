@@ -217,10 +217,6 @@ def with_errors(found: SurveyedValue, square: float | None) -> list[Choice]:
     """Returns the rounded choices of a value with the errors that they cause; none if these could not be measured.
 
     A choice that another one beats in bytes, time and error is left out.
-
-    Args:
-        found: the value.
-        square: what :class:`Probe` has measured for it.
     """
     if square is None or not found.rounded:
         return []

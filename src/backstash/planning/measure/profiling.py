@@ -196,8 +196,6 @@ class _Runs:
     """Runs of a step that begin alike.
 
     Args:
-        step: the step.
-        state: what it changes.
         waits: whether the time counts in which it waits for a store.
 
     Attributes:
@@ -263,8 +261,6 @@ def _undone(step: Callable[[], object], models: list[nn.Module], waits: bool, is
     """Inside, steps may run, with weights as after an update (Note: [zeros that do not last]); all is restored then.
 
     Args:
-        step: the step.
-        models: the models that it trains.
         waits: whether the time counts in which the step waits for a store.
         is_told: whether a warning says what cannot be undone.
 
@@ -295,10 +291,6 @@ class _Trials:
     """Runs of a profiled step under plans, each of which is undone.
 
     Args:
-        step: the step.
-        models: the models that it trains.
-        session: makes the Session of a policy.
-        device: where the profiled values are.
         is_long: whether the step is timed in few runs.
         waits: whether the time counts in which the step waits for a store.
     """
@@ -525,10 +517,8 @@ def profile_of(
     """The profile of a step that was surveyed.
 
     Args:
-        line: the record of the step.
         survey: what was found out about its values.
         peak_nbytes: the counted peak of a plain step.
-        seconds: time of a plain step.
         models: the modules whose parameters and gradients were held before the step.
         device: the type of the device whose memory is planned.
         link: where values may be moved to; None for nowhere.

@@ -118,12 +118,7 @@ class Stopwatch:
         return np.empty(CACHE, dtype=np.uint8)
 
     def shortest(self, run: Callable[[], object], whole: Tensor) -> float:
-        """Returns the shortest time of a few runs in seconds.
-
-        Args:
-            run: what is timed.
-            whole: the value that it is about.
-        """
+        """Returns the shortest time of a few runs in seconds."""
         times: list[float] = []
         runs = 2 if whole.nbytes >= CACHED else RUNS
         while len(times) < runs and sum(times) < LONG:
@@ -214,7 +209,6 @@ class SurveyedValue:
 
     Attributes:
         facts: of the saved tensor with the strongest need.
-        nbytes: bytes of its storage.
         choices: keep, and what each codec would take; without the choice to remake it.
         exact: the choice of them that leaves out zeros or keeps fewer bits; None where there is none.
         parents: ids of the values that it would be remade from; None where it cannot be remade.

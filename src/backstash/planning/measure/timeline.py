@@ -27,9 +27,7 @@ class At:
 
     Attributes:
         name: of the operation; empty for a moment between two operations.
-        is_backward: whether it is an autograd node.
         seconds: its time under the profiler.
-        most_nbytes: the most bytes alive in it.
         moments: the bytes alive each time when they had risen and were about to fall, in their order, at least one; of
             more than MOST_MOMENTS the most alone.
     """
@@ -155,7 +153,6 @@ class Timeline:
         device: the type of device whose memory is meant.
 
     Attributes:
-        positions: the positions in their order.
         born: by the key of a value, the position from which on only autograd holds it.
         reads: by the key of a value, the positions that read it.
         trials: by their numbers, what the trials of a survey have allocated.
@@ -199,11 +196,7 @@ class Timeline:
             pass
 
     def read(self, events: list[Any]) -> Iterator[None]:
-        """Reads a record, for a timeline that was made of no events, a little at a time.
-
-        Args:
-            events: as for the class.
-        """
+        """Reads a record, for a timeline that was made of no events, a little at a time."""
         ordered: list[tuple[int, int, Any, bool]] = []  # by time; of events at one time, the outer one first
         for event, is_operation in walk(events):
             ordered.append((event.start_time_ns, len(ordered), event, is_operation))

@@ -9,16 +9,16 @@ Note: [rules of the allocator]
     10 MiB from segments of 20 MiB, and each larger one from a segment of its own, a multiple of 2 MiB. The smallest
     free block of the same pool and stream that is large enough is taken, and the lowest of several. Its rest becomes a
     free block of its own if it has 512 bytes, or more than 1 MiB where blocks are large. Freed blocks join free
-    neighbours of the same segment. If nothing can be reserved any more, all segments that are wholly free are given
-    back first.
+    neighbours of the same segment.
 
     With ``expandable_segments`` each pool of each stream has one segment, as long as the device, of which parts of
     2 MiB (of 20 MiB where blocks are large) are reserved when they are needed. A free block at the end of what is
     reserved counts as one that can grow.
 
-Source: c10/cuda/CUDACachingAllocator.cpp. What is not modelled: private pools of CUDA graphs, blocks that wait for
-another stream (``record_stream``), ``max_split_size_mb``, ``roundup_power2_divisions`` and garbage collection by
-threshold. The model was not compared with a GPU.
+Source: c10/cuda/CUDACachingAllocator.cpp. What is not modelled: a device that is full, where the allocator first gives
+back what is wholly free, private pools of CUDA graphs, blocks that wait for another stream (``record_stream``),
+``max_split_size_mb``, ``roundup_power2_divisions`` and garbage collection by threshold. The model was not compared with
+a GPU.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class Block:
     """A part of a segment.
 
     Attributes:
-        segment: the number of its segment.
         address: its first byte, in the segment.
-        nbytes: its size.
         is_free: whether nobody has it.
         is_reserved: whether the device gives memory for it; of an expandable segment, the rest is free address space.
         before, after: its neighbours in the segment.
@@ -72,25 +70,17 @@ class Pool:
         return SMALL_SEGMENT if self.is_small else LARGE_SEGMENT
 
 
-class OutOfReservedError(PlanError):
-    """A device has no memory left for what the model of its allocator was asked for."""
-
-
 class CachingAllocator:
     """CUDA's caching allocator on one device.
 
     Args:
         is_expandable: whether ``expandable_segments`` is on.
-        capacity: bytes that may be reserved; None for any number.
 
     Attributes:
         allocated_nbytes, reserved_nbytes: bytes of the blocks that are in use, and of all segments.
         peak_allocated_nbytes, peak_reserved_nbytes: the most of these.
         fragmented_nbytes: when the most was reserved, how much of it was not allocated.
         reserved: how many bytes were reserved each time, in their order.
-
-    Raises:
-        OutOfReservedError: from :meth:`allocate`, if nothing is left.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -103,9 +93,8 @@ class CachingAllocator:
         True
     """
 
-    def __init__(self, is_expandable: bool = False, capacity: int | None = None) -> None:
+    def __init__(self, is_expandable: bool = False) -> None:
         self.is_expandable = is_expandable
-        self.capacity = capacity
         self.allocated_nbytes = self.reserved_nbytes = 0
         self.peak_allocated_nbytes = self.peak_reserved_nbytes = self.fragmented_nbytes = 0
         self.reserved: list[int] = []
@@ -192,37 +181,8 @@ class CachingAllocator:
 
     def _reserve(self, nbytes: int) -> None:
         """Has the device give so many bytes more."""
-        if self.capacity is not None and self.reserved_nbytes + nbytes > self.capacity:
-            self.give_back()
-            if self.reserved_nbytes + nbytes > self.capacity:
-                raise OutOfReservedError(
-                    f"the model of an allocator was asked for {nbytes} bytes more, but {self.reserved_nbytes} of "
-                    f"{self.capacity} are reserved, and {self.allocated_nbytes} of these are in use. Ask for less."
-                )
         self.reserved_nbytes += nbytes
         self.reserved.append(nbytes)
-
-    def give_back(self) -> None:
-        """Gives the device back what is wholly free, as ``torch.cuda.empty_cache()`` does."""
-        for pool in self._pools.values():
-            for block in list(pool.free):
-                if block.before is None and block.after is None:
-                    pool.free.remove(block)
-                    self.reserved_nbytes -= block.nbytes
-                elif block.after is pool.growing and block.after is not None:
-                    self._shrink(pool, block, block.after)
-
-    def _shrink(self, pool: Pool, block: Block, rest: Block) -> None:
-        """Gives back the whole units at the end of an expandable segment."""
-        nbytes = block.nbytes // pool.unit * pool.unit
-        rest.address, rest.nbytes = rest.address - nbytes, rest.nbytes + nbytes
-        block.nbytes -= nbytes
-        self.reserved_nbytes -= nbytes
-        if not block.nbytes:
-            pool.free.remove(block)
-            rest.before = block.before
-            if block.before is not None:
-                block.before.after = rest
 
 
 def block_nbytes(nbytes: int) -> int:
@@ -253,7 +213,6 @@ class Allocation:
     Attributes:
         number: of the allocation, by which its release is known; the next allocation may have the same.
         nbytes: bytes that are asked for; 0 for a release.
-        stream: the stream.
     """
 
     number: int
@@ -266,10 +225,7 @@ class Reserved:
     """What a sequence of allocations takes of a device.
 
     Attributes:
-        allocated_nbytes: the most bytes in use.
-        reserved_nbytes: the most bytes that are reserved.
         fragmented_nbytes: when the most was reserved, how much of it could not be used.
-        segments: how often memory was reserved.
     """
 
     allocated_nbytes: int
@@ -283,9 +239,6 @@ def replay(changes: Iterable[Allocation], allocator: CachingAllocator | None = N
 
     Releases of what was allocated before the sequence are passed over. What is not released, and allocated once more by
     the same number, was released unseen.
-
-    Raises:
-        OutOfReservedError: the allocator's capacity is not enough.
     """
     model = allocator or CachingAllocator()
     blocks: dict[int, Block] = {}

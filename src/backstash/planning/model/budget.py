@@ -122,7 +122,6 @@ def limit_of_errors(error_limit: float | None, allow: str | Sequence[str]) -> fl
 
     Args:
         error_limit: what the user said; None for nothing.
-        allow: what the user allows.
 
     Raises:
         PlanError: it is no number above 0, or a limit was given and nothing that has an error is allowed.
@@ -150,7 +149,6 @@ def restrict(profile: StepProfile, allow: str | Sequence[str]) -> StepProfile:
     """Returns the profile with those choices alone that are allowed; to keep a value always is.
 
     Args:
-        profile: the step.
         allow: words of :data:`ALLOW`, and names of codecs.
 
     Raises:

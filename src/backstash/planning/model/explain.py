@@ -180,7 +180,6 @@ def outline(profile: StepProfile, every_value: bool = False) -> str:
     """Returns a table of what modules save, the largest first, with repeated blocks in one row.
 
     Args:
-        profile: the step.
         every_value: whether each value has a row of its own.
     """
     total = sum(value.nbytes for value in profile.values)

@@ -43,8 +43,6 @@ class Evaluation:
 
     Attributes:
         live: bytes alive at each position, ``[positions]``.
-        peak_nbytes: the most of them.
-        seconds: time of the step.
     """
 
     live: Bytes
@@ -56,9 +54,6 @@ class PeakModel:
     """The rules above for one profile, with its numbers as arrays.
 
     The choices of all values are numbered one after the other: choice ``c`` of value ``v`` is the row ``first[v] + c``.
-
-    Args:
-        profile: the step.
 
     Attributes:
         order: the indices of all values, each before all that it may be remade from.
@@ -146,9 +141,6 @@ class PeakModel:
 
         A proof runs when a call has returned, and takes its result once more, with whatever lies beside it in its
         kernel or its comparison. A call that works in place is proven on copies.
-
-        Args:
-            choices: as in :meth:`evaluate`.
         """
         live = self.evaluate(choices).live
         rows = self.first[:-1] + np.asarray(choices, np.int64)
@@ -160,19 +152,11 @@ class PeakModel:
         return int(max(live.max(), (before + proofs).max(initial=0)))
 
     def count_remade(self, choices: Sequence[int] | Bytes) -> int:
-        """Returns how many values are remade.
-
-        Args:
-            choices: as in :meth:`evaluate`.
-        """
+        """Returns how many values are remade."""
         return int(self.remakes[self.first[:-1] + np.asarray(choices, np.int64)].sum())
 
     def reserved(self, choices: Sequence[int] | Bytes) -> Bytes:
-        """Returns the bytes at each position that are there for numbers which encode worse than the profiled ones.
-
-        Args:
-            choices: as in :meth:`evaluate`.
-        """
+        """Returns the bytes at each position that are there for numbers which encode worse than the profiled ones."""
         rows = self.first[:-1] + np.asarray(choices, np.int64)
         start, last, _ = self._lives(rows)
         steps = np.zeros(len(self.base) + 1, np.int64)
@@ -189,7 +173,6 @@ class PeakModel:
         value's reads, beside all else that is read there.
 
         Args:
-            choices: as in :meth:`evaluate`.
             limit: the most bytes that may be alive.
         """
         live = self.evaluate(choices).live.copy()

@@ -61,7 +61,6 @@ class Passage:
     """What moving takes.
 
     Attributes:
-        seconds: of the step.
         waits: seconds that are waited for the link at the beginning of each position.
         slowed: seconds by which transfers slow down what is computed beside them.
         backlog_nbytes: the most bytes that are on their way out at once.
@@ -96,8 +95,6 @@ def simulate(
     Args:
         seconds: what is computed in each position.
         moves: the values that are moved, those of one position in the order in which they go out.
-        out, back: the link.
-        first_backward: the first position of backward.
         in_flight: bytes that may be on their way out at once; None for any number.
 
     Example:

@@ -79,7 +79,6 @@ def parsed(kind: str, text: str) -> tuple[Any, str]:
 
     Args:
         kind: what the text is, for errors.
-        text: the text.
 
     Raises:
         PlanError: it is no JSON, is nested too deeply, or names something twice.
@@ -100,7 +99,6 @@ def restore(cls: type[_T], content: Any, where: str) -> _T:
 
     Args:
         cls: a dataclass whose fields are numbers, strings, bools, tuples, dicts of strings, or such dataclasses.
-        content: the data.
         where: what the data is, for errors.
 
     Raises:

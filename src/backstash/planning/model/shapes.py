@@ -87,7 +87,6 @@ class ShapeFamily:
 
     Args:
         sizes: of the inputs, [shapes], all of the same length and no two alike.
-        profiles: of the steps.
 
     Attributes:
         variables: what varies.
@@ -121,7 +120,6 @@ class ShapeFamily:
         """Returns the profile of a step whose inputs have other sizes; None where it does not follow.
 
         Args:
-            sizes: of its inputs.
             min_nbytes: values of fewer bytes are kept, whatever a plan says.
         """
         point = self._point(sizes)
@@ -246,12 +244,7 @@ class ShapeFamily:
         return _without_negative(self._terms(self._points), np.array(rows))
 
     def _moments(self, point: Numbers, weights: Numbers, values: list[PlannedValue]) -> tuple[tuple[int, ...], ...]:
-        """The bytes at each moment of each position (Note: [fitted bytes]).
-
-        Args:
-            point, weights: of the shape, as elsewhere.
-            values: of the shape.
-        """
+        """The bytes at each moment of each position (Note: [fitted bytes])."""
         degrees = np.array([variable.degree for variable in self.variables])
         growth = (np.maximum(1.0, point / self._points) ** degrees).prod(axis=1)
         is_larger = (self._points >= point).all(axis=1)
@@ -276,9 +269,6 @@ class ShapeFamily:
 
     def _otherwise(self, values: list[PlannedValue]) -> tuple[Numbers, Numbers]:
         """What claims as at another shape change at most (Note: [claims between shapes]).
-
-        Args:
-            values: of that shape.
 
         Returns:
             By how many bytes each position of each measured shape might hold more, and by how many it might hold less,
@@ -318,10 +308,7 @@ def _choice(nbytes: int, sizes: list[int], alike: list[Choice], weights: Numbers
     """A choice for a value of so many bytes.
 
     Args:
-        nbytes: the value's.
-        sizes: its bytes at the measured shapes.
         alike: the same choice at these.
-        weights: of these, [shapes].
         times: to encode, to decode and to remake, in seconds.
     """
 

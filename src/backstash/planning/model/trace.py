@@ -38,7 +38,6 @@ class Buffer:
             into it; ``"immediate"``: allocated and released in the same pass, as feature maps and passing gradients
             are; ``"workspace"``: allocated and released in one operation; ``"gradient"``: allocated in the backward
             pass and alive after the step; ``"parameter"``: a parameter or buffer of the model.
-        nbytes: its size in bytes.
         start: the time from which on it is alive.
         end: the time at which it is no longer alive.
     """
@@ -66,10 +65,6 @@ class Op:
     """One operation: a torch function of the forward pass, or a node of the backward pass.
 
     If the node of a convolution or linear layer releases its input halfway, each half is an operation of its own.
-
-    Attributes:
-        name: its name in torch's profiler.
-        start: the time at which it begins.
     """
 
     name: str
@@ -102,10 +97,8 @@ class Trace:
     Attributes:
         policy: repr of the policy, or ``"plain"``.
         buffers: all buffers that are alive at some time of the step.
-        ops: the operations, in their order.
         backward: the time at which the backward pass begins.
         end: the time at which the step ends.
-        decodes: the decodings, in their order.
 
     Example:
         >>> y, dy = Buffer("y", "stashed", 100, 0, 4), Buffer("dy", "immediate", 60, 3, 5)

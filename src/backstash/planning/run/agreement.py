@@ -69,8 +69,6 @@ class Agreement:
         aside: inside of it the ranks meet.
 
     Attributes:
-        rank: this process's number.
-        meetings: how many times ranks have met.
         is_settled: whether all ranks are done.
 
     Raises:

@@ -87,14 +87,10 @@ class Bucket:
 
     Attributes:
         signature: shapes of its inputs; empty as long as they are not known.
-        session: the Session for its next step.
         policy: what the Session was made for.
-        planner: of its profile.
-        plan: its plan.
         found: what became of the budget.
         margin: bytes of the budget that its plans leave free, because its steps reached more than was predicted.
         is_done: whether nothing remains to be measured.
-        surveys: how often it was profiled.
         recounts_from: from which of its steps on one is counted anew, because its values may have other shapes.
         met: how many of its steps have begun.
         courses: how often it was begun to measure it, since that was done to the end.
@@ -221,7 +217,6 @@ class Buckets:
         """Returns a planner of a shape whose profile follows from those of other shapes; None where it does not.
 
         Args:
-            signature: of its inputs.
             min_nbytes: values of fewer bytes are kept.
             error_limit: as for the planners of the other shapes.
         """
@@ -322,11 +317,7 @@ def _sizes_of(signature: Signature) -> tuple[int, ...]:
 
 
 class Alike(Wrapper):
-    """Does with each value what a plan says of the value with its key, whatever its shape.
-
-    Args:
-        plan: the plan of another shape.
-    """
+    """Does with each value what a plan says of the value with its key, whatever its shape."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -325,7 +325,6 @@ class Budgeted(Following):
         """A forward pass whose inputs are known: inside the ``with``, its Session is open.
 
         Args:
-            model: the model.
             inputs: what it is called with, nested as it may be.
         """
         return Window(self, model, signature_of(inputs))
@@ -337,7 +336,6 @@ class Budgeted(Following):
         With several processes it does not, because the others would not repeat their part.
 
         Args:
-            model: the model.
             function: what runs the forward pass, with ``args`` and ``kwargs``.
         """
         before = self._before.get(model)
@@ -905,13 +903,7 @@ class Budgeted(Following):
 
 
 class Window:
-    """A forward pass of a budget whose inputs are known.
-
-    Args:
-        budgeted: what keeps the budget.
-        model: the model that runs.
-        signature: of its inputs.
-    """
+    """A forward pass of a budget whose inputs are known."""
 
     def __init__(self, budgeted: Budgeted, model: nn.Module, signature: Signature) -> None:
         self._budgeted, self._model, self._signature = budgeted, model, signature

@@ -200,9 +200,7 @@ class MeasuredLoop(Protocol):
         adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
         agreement, allow, aside, budget, device, error_limit, is_hurried, of: as in Budgeted.
         overflowed, spared, strict, unused_nbytes: as in Budgeted.
-        buckets: the kinds of steps.
         given: the plan that the user gave; None where there is none.
-        has_planned: whether a plan was made.
         link: the way to another memory, where values may be moved.
         tries: the families of choices that are measured.
     """
@@ -300,7 +298,6 @@ class Course:
 
     Args:
         owner: the loop, which opens the Sessions.
-        bucket: the kind of steps.
         is_for_others: whether a single step is recorded of it, or of another kind of which that helps as much.
 
     Attributes:
@@ -733,7 +730,6 @@ class Course:
         """Whether a step takes about as much as the largest one so far, of which a budget may be a share.
 
         Args:
-            bucket: of the step.
             tried: how many steps were recorded in vain.
         """
         if bucket is None:
@@ -1079,7 +1075,6 @@ class Course:
             watcher: makes the watcher of the recorded step.
             lines: the outermost events of the record are added to it.
             is_any: whether a step of any bucket will do.
-            prepare: is called before it.
             wait: is called after the recorded step. Where shares are bounded, another step runs then, because the end
                 of the profiler takes as long as some small steps.
             proves: whether a step of this bucket has to come before it, in which what is proven on first use is proven.

@@ -60,7 +60,6 @@ class Following:
     """Tells a course of the backward passes that it waits for.
 
     Attributes:
-        recording: the profiler's record.
         last: the kind of the step which has ended, or is in progress.
         adds_up: whether the last backward pass added to gradients that were there.
         may_add_up: whether any backward pass did.

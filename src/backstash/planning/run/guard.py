@@ -59,9 +59,7 @@ def in_front_of(plan: Plan, nbytes: int, spill: str | None = None) -> Guard | Pl
     """Returns a Guard that keeps a step within so many bytes if that can be done, or a plan that keeps everything.
 
     Args:
-        plan: the plan.
         nbytes: the most bytes that a step may take.
-        spill: as for Plan.guarded.
     """
     if plan.is_empty:
         return plan
@@ -78,7 +76,6 @@ class Guard(Wrapper):
     """A policy in front of a plan, which holds less than planned when it has to.
 
     Args:
-        plan: the plan.
         budget_nbytes: the most bytes that a step may take.
         spill: name of a store for what can be held in no other way; None where there is none.
         allocated: returns the bytes that are allocated on the device; None where nobody counts them.

@@ -337,12 +337,7 @@ class StepTiming:
         return found if found[-1] > 0.0 else [float(at) for at in range(len(found))]  # events that tell no time
 
     def decided(self, link: Link, nbytes: int | None, smallest: int) -> HiddenMoves:
-        """Returns what is decided for steps like this one.
-
-        Args:
-            link: to the store.
-            nbytes, smallest: as for the policy.
-        """
+        """Returns what is decided for steps like this one."""
         computed = self._computed()
         seconds = [after - at for at, after in zip(computed, [*computed[1:], computed[-1]], strict=True)]
         first_backward = next(at for at, mark in enumerate(self._marks) if mark[0] == "backward")

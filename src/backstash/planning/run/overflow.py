@@ -12,7 +12,6 @@ class Overflowing(TierStore):
     """Puts values into a store, and leaves on their device those for which there is no room.
 
     Args:
-        store: the store.
         tell: is called with the reason for each value that stays.
     """
 

@@ -30,9 +30,6 @@ ABANDONED = 3600.0
 class PlanFiles:
     """The plans in a folder, by name.
 
-    Args:
-        folder: the folder.
-
     Raises:
         PlanError: there is no such folder.
     """

@@ -36,8 +36,6 @@ def advise(error: BaseException, budget: str, did: str) -> None:
 
     Args:
         error: the error, which keeps its type and its message.
-        budget: the budget as text.
-        did: what was tried.
     """
     error.add_note(
         f"backstash: training within {budget} was asked for, but this allocation failed{did}. Ask for a smaller "
@@ -52,9 +50,6 @@ class Before:
     on those that a pass has changed. That is told by their bits, because the kernels of batch norm write new statistics
     without a new version. If a buffer gets a new version that was not copied, nothing can be restored. Between two
     passes nothing refers to a buffer: torch swaps no tensor to which there is a reference.
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:

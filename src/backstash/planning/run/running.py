@@ -14,7 +14,6 @@ class ProfiledRun(Budgeted):
 
     Args:
         min_nbytes: smaller tensors are kept; 16 KiB by default.
-        allow, offload_to: as for :func:`backstash.planning.measure.profiling.profile`.
 
     Attributes:
         profile: the profile of a step; None as long as there is none.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from backstash.policies.base import Policy
 from backstash.session import Session
 from backstash.torch_internals import saved_tensor_hooks
 
@@ -17,14 +16,7 @@ if TYPE_CHECKING:
 
 
 class Unhooked(Session):
-    """In the place of a Session, where a plain step is wanted. It installs nothing, and reports nothing.
-
-    Args:
-        policy: what the report names.
-    """
-
-    def __init__(self, policy: str | Policy) -> None:
-        super().__init__(policy)
+    """In the place of a Session, where a plain step is wanted. It installs nothing, and reports nothing."""
 
     def __enter__(self) -> Unhooked:
         return self

@@ -23,8 +23,6 @@ class Within:
         seconds: usual time of a step under the plan; 0.0 if none was timed.
         measured_passes: how many backward passes ran until all was measured and planned, or so far.
         measured_seconds: how long measuring and planning took beside these passes.
-        plans: how many plans were made.
-        plan: the last one.
         shapes: how many kinds of steps, by the shapes of their inputs, have a plan of their own.
         predicted: of how many of them the plan was there before their first step, because it followed from others.
         escalated: how many values were held in less than planned, because more than planned was held before them.

@@ -18,9 +18,6 @@ from backstash.planning.model.peak import Bytes, PeakModel
 class Search(ABC):
     """A solution of a profile, and how it may be changed.
 
-    Args:
-        model: the step.
-
     Attributes:
         rows: the row of each value's choice, as PeakModel numbers them. At first, all values are kept.
         live: bytes alive at each position.

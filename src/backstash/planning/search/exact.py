@@ -38,7 +38,6 @@ class Solution:
 
     Attributes:
         choices: for each value the index of one of its choices.
-        peak_nbytes: the peak that the model predicts.
         seconds: the time of a step that the model predicts.
         error: predicted error of all choices together (Note: [errors add up] in peak.py).
     """
@@ -84,7 +83,6 @@ def exact(
     """Returns the fastest solution within the budget, by a mixed integer program; None if there is none.
 
     Args:
-        model: the step.
         budget: bytes; None for the solution of the least peak, whatever its time.
         error_limit: the largest error of all choices together; None for any.
         time_limit: seconds after which the solver gives up.

@@ -83,11 +83,7 @@ def frontier(model: PeakModel, error_limit: float | None = None) -> list[Solutio
 
 
 class Frontier:
-    """The frontier of a step, which can be searched a little at a time.
-
-    Args:
-        model, error_limit: as for :func:`frontier`.
-    """
+    """The frontier of a step, which can be searched a little at a time."""
 
     def __init__(self, model: PeakModel, error_limit: float | None = None) -> None:
         self._model = model

@@ -33,12 +33,9 @@ class Moves:
     """Changes of a solution, and what they have taken.
 
     Args:
-        search: the solution.
         limit: the most that the squares of all errors may add up to.
 
     Attributes:
-        search: the solution.
-        limit: as above.
         price: seconds that a unit of that sum counts as (Note: [price of an error] in greedy.py).
         work: what was done so far, in about as many microseconds of the search in C++.
         end: how much work a move may begin with.

@@ -12,11 +12,7 @@ Prices = NDArray[np.float64]
 
 
 class Offers:
-    """What each choice of each value would change, all of them at once.
-
-    Args:
-        model: the step.
-    """
+    """What each choice of each value would change, all of them at once."""
 
     def __init__(self, model: PeakModel) -> None:
         self.model = model
@@ -33,7 +29,6 @@ class Offers:
         parents. Who takes an offer looks at what it has really changed.
 
         Args:
-            search: the solution to change.
             prices: of a byte at each position.
         """
         model, value = self.model, self.model.value_of

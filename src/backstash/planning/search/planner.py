@@ -208,7 +208,6 @@ class Planner:
         it is the one whose first step takes the least, of those that fit from the second step on.
 
         Args:
-            nbytes: the most.
             may_keep_all: whether everything may be kept, if another plan is known.
         """
         known = [*reversed(self.known_solutions[:-1])]
@@ -419,7 +418,6 @@ class Planner:
         """Returns the peak that is predicted: what was rehearsed, else what the model says.
 
         Args:
-            found: the solution.
             budget: that of a plan. If the plain step fits, the plan says no more than the budget.
         """
         if found == self._everything and self.profile.rehearse is not None:
@@ -580,7 +578,6 @@ def growth(
     the gradient of a weight before it is added up, makes the estimate too small and never too large.
 
     Args:
-        profile: the step.
         budget_nbytes: the budget, in bytes above what is held before the step.
         allow, error_limit: what a plan may do, as for :func:`backstash.planning.search.planner.plan`.
     """

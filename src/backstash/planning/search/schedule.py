@@ -85,7 +85,6 @@ def footprint(
     """How many bytes of memory a step takes.
 
     Args:
-        trace: the step.
         sharing: ``"groups"``: see :func:`groups`, where each group is as large as its largest member; ``"offsets"``:
             see :func:`offsets`; ``"dynamic"``: the most bytes alive at once, which an allocator without waste needs
             that decides during the step; ``"none"``: every buffer has memory of its own.

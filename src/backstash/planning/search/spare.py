@@ -24,9 +24,7 @@ def spare_ways(model: PeakModel, choices: Sequence[int], peak_nbytes: int) -> li
     """Returns the indices of values that may be remade as well, in their order (Note: [spare ways]).
 
     Args:
-        model: the step.
         choices: for each value the index of its choice in the plan.
-        peak_nbytes: the peak that the plan predicts.
     """
     values, now = model.profile.values, list(choices)
     kept = [at for at, index in enumerate(now) if values[at].choices[index].kind == "keep"]

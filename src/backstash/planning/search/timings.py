@@ -16,11 +16,7 @@ NOISE = 0.02
 
 
 class Timings:
-    """The times of the solutions of one profile.
-
-    Args:
-        profile: the step.
-    """
+    """The times of the solutions of one profile."""
 
     def __init__(self, profile: StepProfile) -> None:
         self._plain = profile.seconds
@@ -34,7 +30,6 @@ class Timings:
         """Times the solution that is predicted to be the fastest, and returns the fastest of those that were timed.
 
         Args:
-            kept: solutions that keep a budget.
             policy: makes the policy that does what a solution says.
             usual: one that is timed as well if it is kept.
         """
