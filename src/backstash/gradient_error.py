@@ -17,7 +17,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ from backstash.torch_internals import (
     functorch_level,
     hide_from_dynamo,
     in_backward,
+    nodes_behind,
     replace_backward_engine,
 )
 
@@ -197,20 +198,10 @@ class Graph:
     """The nodes that a backward pass from these roots may reach, and the leaves whose gradients it accumulates."""
 
     def __init__(self, roots: Iterable[GraphRoot]) -> None:
-        self.nodes = list(_reached(roots))
+        first = (root.grad_fn if isinstance(root, Tensor) else root[0] for root in roots)
+        self.nodes: list[Node] = list(nodes_behind(first))
         accumulating: list[Any] = [node for node in self.nodes if type(node).__name__ == "AccumulateGrad"]
         self.leaves: list[Tensor] = [node.variable for node in accumulating]
-
-
-def _reached(roots: Iterable[GraphRoot]) -> Iterator[Node]:
-    nodes = [root.grad_fn if isinstance(root, Tensor) else root[0] for root in roots]
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            nodes += (following for following, _ in node.next_functions)
 
 
 def obstacle(graph: Graph, packed: Iterable[object], create_graph: bool) -> str:

@@ -1219,6 +1219,17 @@ def has_own_handler(operators: Iterable[str]) -> bool:
     return handlers is None or not {each.name().partition(".")[0] for each in handlers}.isdisjoint(operators)
 
 
+def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yields these nodes of autograd's graph and all behind them, each once; None among them is passed over."""
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
 def default_group_store() -> Any:
     """Returns the store of keys and values that the default process group was made with."""
     from torch.distributed import distributed_c10d

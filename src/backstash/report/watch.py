@@ -34,7 +34,12 @@ from backstash.ops import backends
 from backstash.report.meter import CountedPeak, reset_resident_peak, resident_nbytes, resident_peak_nbytes
 from backstash.report.steps import Steps
 from backstash.session import Session
-from backstash.torch_internals import ignore_global_hooks_of_compiled_modules, in_backward, no_torch_function
+from backstash.torch_internals import (
+    ignore_global_hooks_of_compiled_modules,
+    in_backward,
+    no_torch_function,
+    nodes_behind,
+)
 
 PLAIN = "plain"
 """The name of a run without a Session."""
@@ -275,17 +280,8 @@ def _seconds(begun: Any, ended: Any) -> float:
 
 def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The leaves for which a backward pass from these tensors computes gradients, in the order of the graph."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen, found = set(), []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [parent for parent, _ in node.next_functions]
-    return found
+    nodes = nodes_behind(tensor.grad_fn for tensor in tensors)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def _digest(parameters: Iterable[Any]) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backstash.torch_internals import autocast_of, hide_from_dynamo, wrapped_backward_engine
+from backstash.torch_internals import autocast_of, hide_from_dynamo, nodes_behind, wrapped_backward_engine
 
 _COMPILED = "CompiledFunction"
 """How the nodes of compiled graphs are called, of which only the results at their ends are seen."""
@@ -65,17 +65,10 @@ class StepDtypes:
         return engine(roots, *args, **named)
 
     def _look(self, roots: Sequence[Tensor | GradientEdge]) -> None:
-        waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-        seen: set[Any] = set()
-        while waiting:
-            node: Any = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots):
             self._seen_compiled |= node.name().startswith(_COMPILED)
             found = (getattr(result, "dtype", None) for result in node._input_metadata)
             self.dtypes.update(dtype for dtype in found if dtype is not None and dtype.is_floating_point)
-            waiting += [following for following, _ in node.next_functions]
 
 
 hide_from_dynamo(StepDtypes._go_backward)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from backstash.saved import is_tensor
+from backstash.torch_internals import nodes_behind
 
 _MOST_NODES = 200_000
 
@@ -83,17 +85,10 @@ class ModulePaths:
     def note_leaves(self, tensors: Any) -> None:
         """Finds the leaves behind what a backward pass begins from."""
         given = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-        waiting = [x.grad_fn for x in given if is_tensor(x) and x.grad_fn is not None]
-        seen = set(waiting)
-        while waiting and len(seen) < _MOST_NODES:
-            node = waiting.pop()
+        for node in islice(nodes_behind(x.grad_fn for x in given if is_tensor(x)), _MOST_NODES):
             leaf = getattr(node, "variable", None)
             if leaf is not None and is_tensor(leaf):
                 self._leaves.setdefault(id(leaf), leaf)
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
 
     def _add(self, module: nn.Module) -> str:
         prefix = "" if not self.roots else type(module).__name__

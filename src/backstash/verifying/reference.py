@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +48,7 @@ from backstash.torch_internals import (
     ignore_global_hooks_of_compiled_modules,
     is_dynamo_compiling,
     is_traced,
+    nodes_behind,
     push_saved_tensor_hooks,
     remove_saved_tensor_hooks,
     replace_function_apply,
@@ -285,15 +287,10 @@ def _unreached(result: Any, inputs: list[Tensor]) -> int:
     """How many of the inputs the result does not depend on, as far as autograd knows."""
     found = result if isinstance(result, (tuple, list)) else (result,)
     wanted = {id(x.grad_fn) if x.grad_fn is not None else id(x) for x in inputs}
-    waiting = [x.grad_fn for x in found if is_tensor(x) and x.grad_fn is not None]
-    seen = set(waiting)
-    while waiting and wanted and len(seen) < _MOST_NODES:
-        node = waiting.pop()
+    for node in islice(nodes_behind(x.grad_fn for x in found if is_tensor(x)), _MOST_NODES if wanted else 0):
         wanted -= {id(node), id(getattr(node, "variable", None))}
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        if not wanted:
+            break
     return len(wanted)
 
 

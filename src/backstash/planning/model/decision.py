@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from backstash.codecs import Raw
 from backstash.codecs.base import label
@@ -60,6 +61,42 @@ class Decision:
         if self.kind == "offload" and moved_as(self.choice) is None:
             return f"there is no {self.choice!r:.80}"
         return "only a value that is moved is fetched" if self.fetched_with and self.kind != "offload" else None
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """What a plan says. :class:`~backstash.planning.model.plan.Plan`, which does it, tells what each of these is."""
+
+    budget: int
+    peak_nbytes: int
+    seconds: float
+    plain_peak_nbytes: int
+    plain_seconds: float
+    allow: tuple[str, ...]
+    error_limit: float
+    error: float
+    decisions: tuple[Decision, ...]
+    frontier: tuple[tuple[int, float], ...]
+    profile_fingerprint: str
+    device: str
+    others: tuple[str, ...] = ()
+    cycles: int = 1
+    store: str = "host"
+    directory: str = ""
+    reserve_nbytes: int = 0
+    in_flight_nbytes: int = 0
+    reordered: str = ""
+    chunk_nbytes: int = 0
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether everything is kept, because the plain step fits. A Session with such a plan has nothing to do.
+
+        A plan that keeps all values may still let go of tensors of which backward reads the shape alone, so that its
+        step takes less than the plain one.
+        """
+        keeps_all = all(decision.kind == "keep" for decision in self.decisions)
+        return keeps_all and self.peak_nbytes >= self.plain_peak_nbytes
 
 
 LOSSLESS = Lossless()

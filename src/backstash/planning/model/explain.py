@@ -5,58 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from html import escape
-from typing import Protocol
 
-from backstash.planning.model.decision import Decision
+from backstash.planning.model.decision import Decision, PlanData
 from backstash.planning.model.problem import Kind, PlannedValue, StepProfile
 from backstash.stash.tables import amount, folded, ms, table
 
 WIDTH = 60
 """Longer reasons are cut."""
-
-
-class Explained(Protocol):
-    """What these texts say of a plan: see Plan for each of them."""
-
-    @property
-    def budget(self) -> int:
-        """Bytes."""
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Bytes."""
-
-    @property
-    def plain_peak_nbytes(self) -> int:
-        """Bytes."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-
-    @property
-    def plain_seconds(self) -> float:
-        """Of a plain step."""
-
-    @property
-    def error(self) -> float:
-        """Of the gradients."""
-
-    @property
-    def error_limit(self) -> float:
-        """Of what was allowed."""
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """One for each value."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether everything is kept."""
-
-    @property
-    def reordered(self) -> str:
-        """Path of the head whose sums are taken in another order; empty for none."""
 
 
 def size(nbytes: int) -> str:
@@ -77,7 +32,7 @@ def share(error: float) -> str:
     return f"{error:.1g}" if error else "-"
 
 
-def plan_summary(plan: Explained) -> str:
+def plan_summary(plan: PlanData) -> str:
     """Returns the plan in a sentence or two."""
     added = plan.seconds - plan.plain_seconds
     share = f", {added / plan.plain_seconds:.1%} more than plain" if plan.plain_seconds else ""
@@ -104,7 +59,7 @@ _WORDS: tuple[tuple[Kind, str], ...] = (
 )
 
 
-def explain(plan: Explained) -> str:
+def explain(plan: PlanData) -> str:
     """Returns a table of all values, and the totals of their modules, with repeated blocks in one row."""
     head = ("value", "tensor", "what", "saved", "held", "adds", "error", "why")
     rows = [_row(decision) for decision in plan.decisions]
@@ -112,7 +67,7 @@ def explain(plan: Explained) -> str:
     return "\n".join((plan_summary(plan), "", *table(head, rows), "", *table(totals, _modules(plan.decisions))))
 
 
-def diff(plan: Explained, other: Explained) -> str:
+def diff(plan: PlanData, other: PlanData) -> str:
     """Returns what another plan does otherwise; empty if it does the same."""
     mine = {decision.key: decision for decision in plan.decisions}
     theirs = {decision.key: decision for decision in other.decisions}
@@ -132,7 +87,7 @@ def diff(plan: Explained, other: Explained) -> str:
     return "\n".join((head, "", *table(("value", "what", "held"), rows)))
 
 
-def html(plan: Explained) -> str:
+def html(plan: PlanData) -> str:
     """Returns the summary and the totals of the modules as HTML, for a notebook."""
     head = "".join(f"<th>{name}</th>" for name in ("modules", "values", "what", "saved", "held", "adds"))
     rows = (("".join(f"<td>{escape(cell)}</td>" for cell in row)) for row in _modules(plan.decisions))

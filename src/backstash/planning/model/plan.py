@@ -19,6 +19,7 @@ from backstash.errors import PlanError
 from backstash.planning.model.decision import (
     LOSSLESS,
     Decision,
+    PlanData,
     action_of,
     fetches_of,
     is_like,
@@ -51,7 +52,7 @@ def open_store(store: str, directory: str) -> Store:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Policy):
+class Plan(PlanData, Policy):
     """What to do with each value of a step so that its peak stays within a budget. ``bs.Session(plan)`` does it.
 
     Plans are made by :func:`plan`. A value that the plan does not know, because its key or its tensor is another, is
@@ -88,26 +89,6 @@ class Plan(Policy):
             plan does something with.
     """
 
-    budget: int
-    peak_nbytes: int
-    seconds: float
-    plain_peak_nbytes: int
-    plain_seconds: float
-    allow: tuple[str, ...]
-    error_limit: float
-    error: float
-    decisions: tuple[Decision, ...]
-    frontier: tuple[tuple[int, float], ...]
-    profile_fingerprint: str
-    device: str
-    others: tuple[str, ...] = ()
-    cycles: int = 1
-    store: str = "host"
-    directory: str = ""
-    reserve_nbytes: int = 0
-    in_flight_nbytes: int = 0
-    reordered: str = ""
-    chunk_nbytes: int = 0
     min_nbytes: int = MIN_NBYTES
     _by_key: dict[str, Decision] = field(init=False, compare=False)
     _others: frozenset[str] = field(init=False, compare=False)
@@ -152,16 +133,6 @@ class Plan(Policy):
             return found
         rounded = [each for each in self.decisions if each.kind == "encode" and word_has_error(each.choice)]
         return f"it is exact, and rounds {rounded[0].key!r}" if rounded and not self.error_limit > 0 else None
-
-    @cached_property
-    def is_empty(self) -> bool:
-        """Whether everything is kept, because the plain step fits. A Session with such a plan has nothing to do.
-
-        A plan that keeps all values may still let go of tensors of which backward reads the shape alone, so that its
-        step takes less than the plain one.
-        """
-        keeps_all = all(decision.kind == "keep" for decision in self.decisions)
-        return keeps_all and self.peak_nbytes >= self.plain_peak_nbytes
 
     @property
     def recomputes(self) -> bool:  # type: ignore[override]  # read-only here

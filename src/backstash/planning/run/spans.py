@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backstash.torch_internals import next_sequence_number
+from backstash.torch_internals import next_sequence_number, nodes_behind
 
 _MOST = 64
 """How many spans are remembered."""
@@ -48,16 +48,11 @@ class Spans:
         waiting = list(_nodes(tensors))
         if not waiting:
             return not all(isinstance(each, Tensor) for each in _listed(tensors))
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
+        for node in nodes_behind(waiting):
             number = node._sequence_nr()
             is_open = self._begun is not None and self._begun <= number < _OF_LEAVES
             if is_open or any(number in span for span in self._spans):
                 return True
-            further = [each for each, _ in node.next_functions if each is not None and each not in seen]
-            seen.update(further)
-            waiting += further
         return False
 
 
