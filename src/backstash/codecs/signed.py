@@ -241,10 +241,7 @@ def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """The parts of a row that are worked on one after the other, so that what is computed on the way takes little.
-
-    On an accelerator each part would be some launches more, so there is one.
-    """
+    """The parts of a row that are worked on one after the other, so that what is computed on the way takes little."""
     parts: tuple[Tensor, ...] = x.split(max(1 << 16, -(-x.numel() // 16))) if x.is_cpu else (x,)
     return parts
 

@@ -105,12 +105,7 @@ class Fits:
         return planner.profile.held_nbytes + planner.solutions[0].peak_nbytes
 
     def _largest_planned(self, least: int, plain: int) -> int:
-        """Returns the largest size for which there is a plan, looked for by a line through the last two sizes.
-
-        Args:
-            least: where it is looked for from on.
-            plain: the largest size of plain steps, which are an empty plan's.
-        """
+        """Returns the largest size for which there is a plan, looked for by a line through the last two sizes."""
         if self._lowest(least) > self.room:
             return 0 if least == 1 else self._largest_planned(plain if plain < least else 1, plain)
         if not self.steps.has_size:

@@ -186,11 +186,7 @@ def profile_on(traced: TracedSteps, values: TracedValues, clock: Clock) -> StepP
 
 
 class _Line:
-    """The operations of a step in as few positions as its values can tell apart.
-
-    Args:
-        planned: those that are planned; others are held from their birth to their last reader, by the base.
-    """
+    """The operations of a step in as few positions as its values can tell apart."""
 
     def __init__(self, values: TracedValues, planned: Collection[Storage], seconds: Sequence[float]) -> None:
         step, self._values = values.step, values

@@ -71,12 +71,7 @@ class _FailedError(MeasureError):
 def _traced(
     script: str, args: Sequence[str], is_module: bool, computed: str = "", order: Sequence[str] = STEPS
 ) -> TracedSteps:
-    """Runs a script until its steps were traced.
-
-    Args:
-        computed: why the script needs numbers; empty where it runs without.
-        order: the steps that are looked at. One fewer where a plan's has failed.
-    """
+    """Runs a script until its steps were traced."""
     failed: list[BaseException] = []
     shown: list[tuple[Any, ...]] = []
     most = _room() if computed else None

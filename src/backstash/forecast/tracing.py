@@ -595,15 +595,7 @@ class _Packed:
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Has functions do what they would on CUDA (Note: [as on a card]), for programs that ask for it and that do not.
-
-    Args:
-        guess: called where numbers are handed out.
-        numbers: hands them out.
-
-    Attributes:
-        casts: how many functions are running with which a program casts a tensor.
-    """
+    """Has functions do what they would on CUDA (Note: [as on a card]), for programs that ask for it and that do not."""
 
     def __init__(self, guess: Callable[[], None], numbers: answers.KnownNumbers) -> None:
         super().__init__()
@@ -700,10 +692,7 @@ def repeated(model: nn.Module, ran: Collection[nn.Module]) -> list[nn.Module]:
 
 
 def _is_repeatable(operation: Any, name: str) -> bool:
-    """Whether a call of an operation gives the same again.
-
-    In-place functions do from the same beginning. A batch norm does, from the statistics that it has saved.
-    """
+    """Whether a call of an operation gives the same again."""
     if torch.Tag.nondeterministic_seeded in operation.tags:
         return False
     return torch.Tag.pointwise in operation.tags or name == "native_batch_norm" or is_repeatable_operation(operation)

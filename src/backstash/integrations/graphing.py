@@ -317,11 +317,7 @@ class GraphedStep:
 
 
 def _described(leaf: Any, device: torch.device) -> _Key:
-    """What a signature says of an argument.
-
-    Raises:
-        GraphError: it cannot be an argument of a captured step.
-    """
+    """What a signature says of an argument."""
     if not isinstance(leaf, Tensor):
         try:
             hash(leaf)

@@ -397,11 +397,7 @@ def _leads_to(trainer: Trainer, name: str, goal: str) -> bool:
 
 
 def _check_settings(args: TrainingArguments) -> None:
-    """Refuses settings with which a Session would see nothing, or would switch something off.
-
-    Raises:
-        IntegrationError: there is such a setting.
-    """
+    """Refuses settings with which a Session would see nothing, or would switch something off."""
     if getattr(args, "activation_offloading", False):
         raise IntegrationError(
             "attach was asked for a trainer with activation_offloading=True. It offloads with saved-tensor hooks of "

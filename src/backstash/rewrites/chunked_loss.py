@@ -83,13 +83,7 @@ class ChunkedLoss:
 
 @dataclass(eq=False)
 class _HeadForward:
-    """The forward of a rewritten head. A copy of the model, also by pickle, has one of its own.
-
-    Attributes:
-        layer: the head.
-        chunk_nbytes, evaluation: as for :func:`chunked_loss`.
-        tally: what becomes of the logits.
-    """
+    """The forward of a rewritten head. A copy of the model, also by pickle, has one of its own."""
 
     layer: nn.Linear
     chunk_nbytes: int

@@ -126,14 +126,7 @@ def chunked_rows(
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """A head and its input.
-
-    Attributes:
-        hidden: the input, [..., d].
-        weight: the weight, [classes, d].
-        bias: the bias, [classes], or None.
-        formula: how the logits are computed.
-    """
+    """A head and its input."""
 
     hidden: Tensor
     weight: Tensor

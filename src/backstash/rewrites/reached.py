@@ -52,14 +52,7 @@ _MISSING = object()
 
 
 class _Content:
-    """The content of a container, an object, a class or a cell, and how it is put back.
-
-    Args:
-        held: what has the content.
-        read: returns the content, as a new dict or list.
-        write: puts such a content back.
-        owner: the optimizer whose memory it is; None for anything else.
-    """
+    """The content of a container, an object, a class or a cell, and how it is put back."""
 
     def __init__(self, held: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None], owner: Any) -> None:
         self.held, self.read, self.write, self.owner = held, read, write, owner
@@ -89,12 +82,7 @@ class _Content:
 
 
 class _Numbers:
-    """The numbers of a tensor, its memory, its gradient and whether it asks for one.
-
-    Args:
-        path: how the step reaches it.
-        owner: the optimizer whose memory it is; None for anything else.
-    """
+    """The numbers of a tensor, its memory, its gradient and whether it asks for one."""
 
     def __init__(self, x: Tensor, path: str, owner: Any) -> None:
         self.x, self.path, self.owner = x, path, owner

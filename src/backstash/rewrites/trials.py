@@ -187,11 +187,7 @@ class Trials:
 
 
 class _Inputs:
-    """A forward pre-hook that collects the gradients of the model's inputs that require gradients.
-
-    Args:
-        dtypes: is told of autocast.
-    """
+    """A forward pre-hook that collects the gradients of the model's inputs that require gradients."""
 
     def __init__(self, dtypes: StepDtypes | None) -> None:
         self.dtypes = dtypes

@@ -187,11 +187,7 @@ class _Repeated:
         return under
 
     def run(self, under: WatchedRun | Reference) -> RunLog:
-        """Runs the step once and returns the record.
-
-        Raises:
-            RuntimeError: from the step, if no value differs before.
-        """
+        """Runs the step once and returns the record."""
         self._restore()
         under.paths.found_root = self._note
         with self._undone():

@@ -167,10 +167,7 @@ def model(survey: npt.NDArray[np.int64], step: float, low: int, width: int) -> C
 
 
 def _cost(counts: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """Returns the bits that symbols take, each with the frequency that suits it but no smaller one than 1.
-
-    A frequency that is larger than its share of ``total`` takes something from all the other symbols.
-    """
+    """Returns the bits that symbols take, each with the frequency that suits it but no smaller one than 1."""
     share, least = counts / total, 2.0**-PRECISION
     enough = np.maximum(share, least)
     taken = (enough - share) * (total / math.log(2))

@@ -40,12 +40,7 @@ MOST_ASKED = 4096
 
 
 class _Asked:
-    """The questions to which the answer yes has let values be stored rounded.
-
-    Attributes:
-        questions: them, in order.
-        is_forgetful: whether there were more than MOST_ASKED, so that some are not there any more.
-    """
+    """The questions to which the answer yes has let values be stored rounded."""
 
     def __init__(self) -> None:
         self.questions: dict[_Question, None] = {}
@@ -211,10 +206,7 @@ def _prove(question: _Question) -> bool:
 
 
 def _telling(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Numbers that tell ways to round apart: a few differ only where a number is halfway between two others, or near.
-
-    Rows have different exponents, so that no rounded sum hides a lost bit.
-    """
+    """Numbers that tell ways to round apart: a few differ only where a number is about halfway between two others."""
     exponents = torch.randint(-8, 9, (*shape[:-1], 1), generator=generator)
     bits = (torch.randn(shape, generator=generator, dtype=torch.float32) * exponents.float().exp2()).view(torch.int32)
     ends = torch.tensor([0x0001, 0x7FFF, 0x8000, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)

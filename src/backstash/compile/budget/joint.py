@@ -233,10 +233,7 @@ class Joint:
         return found
 
     def _kept_by_checkpoints(self) -> dict[int, bool]:
-        """For the values that a checkpoint inside the model speaks of: whether they are to be saved.
-
-        What is not to be saved is computed again, whatever it is: torch repeats the random numbers of a checkpoint.
-        """
+        """For the values that a checkpoint inside the model speaks of: whether they are to be saved."""
         found: dict[int, bool] = {}
         for node in self.graph.nodes:
             number, tag = self.number(node), getattr(node.meta.get("recompute"), "name", "")

@@ -204,10 +204,7 @@ def choice_nbytes(value: SavedValue, choice: FormChoice) -> int:
 
 
 def _starts(partition: Partition, planned: GraphPlanner, fuses: bool) -> tuple[list[_Start], Joint | None, int]:
-    """What torch saves under each of several settings, the graph, and how many results are the forward pass's.
-
-    There is no graph if torch does not say what it saves.
-    """
+    """What torch saves under each of several settings, the graph, and how many results are the forward pass's."""
     starts: list[_Start] = []
     outputs = 0
     asked: list[tuple[fx.Graph, list[fx.Node]]] = []

@@ -75,10 +75,7 @@ def _in_two_calls(once: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_copied(images: Any, weight: Any) -> bool:
-    """Whether the library copies the images to a contiguous tensor, because they have neither of its two formats.
-
-    Inductor orders the images of a depthwise convolution by the strides of its weight, of which two are equal.
-    """
+    """Whether the library copies the images to a contiguous tensor, because they have neither of its two formats."""
     rows = torch.contiguous_format
     if (
         not format_of(images.get_size(), images.get_stride())

@@ -249,12 +249,7 @@ def _partitioner(treatment: Treatment) -> Any:
 
 
 def _loaded_partitioner(identity: bytes, pickled: bytes | None) -> Any:
-    """A partitioner from a file or another process.
-
-    Args:
-        identity: the fingerprint of the one that was pickled. Inductor pickles its settings for the keys of its caches.
-        pickled: its treatment; None if that cannot be pickled.
-    """
+    """A partitioner from a file or another process."""
     return _partitioner_class()(None, identity) if pickled is None else _partitioner(pickle.loads(pickled))
 
 

@@ -434,10 +434,7 @@ class Comet(Policy):
         return min(bounds) if bounds and len(bounds) == len(readers) else None
 
     def _gather(self) -> _Collected | None:
-        """Returns what the latest collecting step has found, once it is known what the optimizer got.
-
-        None if that is nothing, or if no backward has run.
-        """
+        """Returns what the latest collecting step has found, once it is known what the optimizer got."""
         if not self._readings:
             return None
         has_run = any(reading.energy is not None for reading in self._readings.values())
@@ -510,14 +507,7 @@ class Comet(Policy):
         self._due = self._step + self._interval
 
     def _update(self, step: int, key: str, layer: Known, found: Finding, applied: float) -> Record:
-        """Set the layer's bound by what was found, and return the record. If a number is not finite, the bound stays.
-
-        Args:
-            step: the number of the step that collected it.
-            key: of the layer's input.
-            found: what was found, on the host.
-            applied: the bound within which the input was stored or remade.
-        """
+        """Sets the layer's bound by what was found, unless that is not finite. Returns the record."""
         norm = found.norm
         target = self.sigma * self._magnitude(layer, found)
         record = Record(step, key, layer.bound, target)
@@ -565,10 +555,7 @@ class Comet(Policy):
         return replace(record, note=note)
 
     def _magnitude(self, layer: Known, found: Finding) -> float:
-        """Returns the mean magnitude of the weight's momentum, or of its gradients if it has no momentum.
-
-        See Note: [gradients on the way to the optimizer].
-        """
+        """Returns the mean magnitude of the weight's momentum, or of its gradients if it has no momentum."""
         if found.scale is not None and 0.0 < found.scale < math.inf:
             layer.scale = found.scale
         if found.momentum is not None:

@@ -168,12 +168,7 @@ def _has_elements_of(momentum: Tensor | None, x: Tensor) -> TypeGuard[Tensor]:
 
 
 def _is_made_of(momentum: Tensor, sides: Tensor, eps: float) -> bool:
-    """Whether a momentum, [n], is a sum of multiples of gradient, earlier momentum and weight, [n, 3].
-
-    Args:
-        momentum, sides: elements of them.
-        eps: by what share of its length it may be off.
-    """
+    """Whether a momentum, [n], is a sum of multiples of gradient, earlier momentum and weight, [n, 3]."""
     if not bool(sides.isfinite().all() and momentum.isfinite().all()):
         return False
     lengths = sides.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)

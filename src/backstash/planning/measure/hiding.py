@@ -192,12 +192,7 @@ def _without_lateness(
 
 
 def _backlog(sizes: NDArray[np.float64], carried: NDArray[np.float64]) -> float:
-    """Returns the most bytes that are on their way out at once.
-
-    Args:
-        sizes: bytes that go out, in the order of births.
-        carried: bytes that the link could have carried until then.
-    """
+    """Returns the most bytes that are on their way out at once."""
     born = np.cumsum(sizes)
     return float((born - carried - np.minimum.accumulate(born - sizes - carried)).max(initial=0.0))
 

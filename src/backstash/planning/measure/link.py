@@ -207,12 +207,7 @@ def of_speed(bytes_per_second: float, latency: float = 0.0, store: str = "host")
 
 
 class _Measurement:
-    """Moves values to a store and back, alone and beside computations.
-
-    Args:
-        store: the store, which is new.
-        device: the type of the device that values are on.
-    """
+    """Moves values to a store and back, alone and beside computations."""
 
     def __init__(self, store: Store, device: str) -> None:
         self.store, self.device = store, device

@@ -258,18 +258,7 @@ class _Runs:
 
 @contextmanager
 def _undone(step: Callable[[], object], models: list[nn.Module], waits: bool, is_told: bool = False) -> Iterator[_Runs]:
-    """Inside, steps may run, with weights as after an update (Note: [zeros that do not last]); all is restored then.
-
-    Args:
-        waits: whether the time counts in which the step waits for a store.
-        is_told: whether a warning says what cannot be undone.
-
-    Yields:
-        What runs the step.
-
-    Raises:
-        MeasureError: from a step that changes what cannot be undone.
-    """
+    """Inside, steps may run, with weights as after an update (Note: [zeros that do not last]); all is restored then."""
     with StepState(step, models) as state:
         yield _Runs(step, state, waits)
     if is_told and state.consumed():
@@ -288,12 +277,7 @@ def _undone(step: Callable[[], object], models: list[nn.Module], waits: bool, is
 
 
 class _Trials:
-    """Runs of a profiled step under plans, each of which is undone.
-
-    Args:
-        is_long: whether the step is timed in few runs.
-        waits: whether the time counts in which the step waits for a store.
-    """
+    """Runs of a profiled step under plans, each of which is undone."""
 
     def __init__(
         self,
@@ -379,11 +363,7 @@ def _what_is_done(policy: Policy) -> object:
 
 
 def _require_undoable(state: StepState) -> None:
-    """Checks that what a step has changed can be undone.
-
-    Raises:
-        MeasureError: it has changed large data in place, of which there is no copy.
-    """
+    """Checks that what a step has changed can be undone."""
     lost = state.lost()
     if lost:
         raise MeasureError(
@@ -481,9 +461,6 @@ def _plain_peak(runs: _Runs, device: str) -> int:
     """Returns the most bytes alive in a plain step, counted as those of a step under a plan are.
 
     Gradients are there already.
-
-    Raises:
-        MeasureError: no autograd node ran in the step.
     """
     line = Timeline(_recorded(runs), device)
     _first_of_backward(line)
@@ -491,11 +468,7 @@ def _plain_peak(runs: _Runs, device: str) -> int:
 
 
 def _first_of_backward(line: Timeline) -> int:
-    """Returns the position of the first autograd node.
-
-    Raises:
-        MeasureError: there is none.
-    """
+    """Returns the position of the first autograd node."""
     first = next((number for number, each in enumerate(line.positions) if each.is_backward), None)
     if first is None:
         raise MeasureError(
@@ -592,10 +565,7 @@ def _nbytes(x: torch.Tensor | None) -> int:
 def _remade(
     value: SurveyedValue, survey: Survey, index: dict[str, int], line: Timeline, together: int, first_read: int
 ) -> list[Choice]:
-    """The choice to remake a value, where all that it is remade from is planned as well or held anyway.
-
-    Its time is a share of that of the call which makes ``together`` values at once.
-    """
+    """The choice to remake a value, where all that it is remade from is planned as well or held anyway."""
     if value.parents is None or (value.account is not None and value.account.is_exposed):
         return []
     keys = []

@@ -153,11 +153,7 @@ def _canonical(content: Any) -> str:
 
 
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object as a dict.
-
-    Raises:
-        ValueError: it names something twice, so that another reader may find something else there.
-    """
+    """Returns a JSON object as a dict."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("an object in it names something twice")

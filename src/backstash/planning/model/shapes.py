@@ -305,12 +305,7 @@ def _kept_nbytes(profile: StepProfile) -> int:
 
 
 def _choice(nbytes: int, sizes: list[int], alike: list[Choice], weights: Numbers, times: list[float]) -> Choice:
-    """A choice for a value of so many bytes.
-
-    Args:
-        alike: the same choice at these.
-        times: to encode, to decode and to remake, in seconds.
-    """
+    """A choice for a value of so many bytes."""
 
     def at_worst(name: str) -> int:
         shares = [getattr(each, name) / max(1, size) for each, size in zip(alike, sizes, strict=True)]
@@ -352,12 +347,7 @@ def _variables(sizes: Sequence[Sizes]) -> tuple[Variable, ...]:
 
 
 def _monomials(points: Numbers, powers: Sequence[int]) -> Numbers:
-    """The products of each variable's powers from 0 up to its own, [points, terms].
-
-    Args:
-        points: [points, variables].
-        powers: the highest of each variable.
-    """
+    """The products of each variable's powers from 0 up to its own, [points, terms]."""
     each = itertools.product(*(range(power + 1) for power in powers))
     return np.stack([np.prod(points ** np.array(exponents), axis=1) for exponents in each], axis=1)
 
@@ -376,12 +366,7 @@ def _dimensions(specs: list[str]) -> Numbers | None:
 
 
 def _without_negative(terms: Numbers, times: Numbers) -> Numbers:
-    """The factors of terms, none below 0, that fit each column of some times best: least squares on each set of terms.
-
-    Args:
-        terms: [shapes, terms].
-        times: [shapes, times].
-    """
+    """The factors of terms, none below 0, that fit each column of times [shapes, times] best by least squares."""
     count = terms.shape[1]
     best, least = np.zeros((count, times.shape[1])), (times**2).sum(axis=0)
     for size in range(1, min(count, len(terms)) + 1):
@@ -427,11 +412,7 @@ def _operations(profile: StepProfile) -> list[tuple[str, bool]]:
 
 
 def _slots(operations: list[list[tuple[str, bool]]], profiles: Sequence[StepProfile]) -> list[list[Slot]]:
-    """The slot of each position; of one that not all profiles have, that of the last one that they have.
-
-    Returns:
-        For each profile the slots of its positions, none below 0; nothing if too few operations are those of all.
-    """
+    """The slot of each position; of one that not all profiles have, that of the last one that they have."""
     first = operations[0]
     same = [dict(zip(range(len(first)), range(len(first)), strict=True))]  # from the first one's numbers to its own
     for other in operations[1:]:

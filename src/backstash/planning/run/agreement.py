@@ -138,11 +138,7 @@ class Agreement:
                 self._is_inside = False
 
     def _meet(self) -> None:
-        """Tells the others how far this rank is, and hears how far they are.
-
-        Raises:
-            BudgetError: for one of the ranks no plan fits.
-        """
+        """Tells the others how far this rank is, and hears how far they are."""
         own = self._own()
         if own is None:  # whoever kept the budget is gone
             self.close()

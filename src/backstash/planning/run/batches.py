@@ -149,11 +149,7 @@ def fit_batch(
 
 
 def _step_of(make_step: Callable[[int], Callable[[], object]], size: int) -> Callable[[], object]:
-    """Returns the step for a batch of that size.
-
-    Raises:
-        TypeError: ``make_step`` makes none, or cannot be called with a number. What it raises itself stays what it is.
-    """
+    """Returns the step for a batch of that size."""
     asked = f"fit_batch was asked for steps by make_step={make_step!r:.80}"
     do = "Pass a function that takes a number of examples and returns a step."
     if not callable(make_step) or isinstance(make_step, nn.Module):

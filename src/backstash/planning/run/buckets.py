@@ -289,10 +289,7 @@ class Buckets:
 
 
 def _family_of(known: Mapping[Signature, Planner]) -> ShapeFamily:
-    """The family of the profiled shapes, without those that are odd among the larger ones.
-
-    In steps that are small enough, kernels and this library do other things than in larger ones.
-    """
+    """The family of the profiled shapes, without those that are odd among the larger ones."""
     ordered = sorted(known.items(), key=lambda each: each[1].profile.plain_peak_nbytes, reverse=True)
     shapes = [(_sizes_of(shape), planner.profile) for shape, planner in ordered]
     found = ShapeFamily(*zip(*shapes, strict=True))

@@ -389,11 +389,7 @@ class Budgeted(Following):
             self._tell_ranks(error)
 
     def _tell_ranks(self, error: BaseException) -> None:
-        """Tells other ranks of an allocation that failed, or raises what has failed in another one.
-
-        Raises:
-            RuntimeError: the failed allocation of another rank, in the place of the collective's error.
-        """
+        """Tells other ranks of an allocation that failed, or raises what has failed in another one."""
         if self.agreement is None:
             return
         if is_out_of_memory(error):
@@ -492,11 +488,7 @@ class Budgeted(Following):
             modules.ignore_calls(self._before_module)  # until the next pass, because to hear of each takes time
 
     def _exchange(self, chain: list[nn.Module]) -> None:
-        """Opens the Session that was chosen, in the place of the open one if that can be taken away.
-
-        Args:
-            chain: modules whose calls have begun, but for the latest one, of which the Session is told later.
-        """
+        """Opens the Session that was chosen, in the place of the open one if that can be taken away."""
         if not self._open or self._session is self._open[0]:
             return
         if not self._may_replace():
@@ -940,10 +932,7 @@ class Window:
 
 
 def _prepare(device_type: str) -> None:
-    """Does now what the first steps would do once for the process, since small steps take less time than that.
-
-    So does a full collection of garbage, which is about to come after the many modules that a process imports.
-    """
+    """Does now what the first steps would do once for the process, since small steps take less time than that."""
     serving(device_type)
     repeatable.list_functions()
     if gc.isenabled() and gc.get_count()[2] > gc.get_threshold()[2] // 2:

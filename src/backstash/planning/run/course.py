@@ -391,10 +391,7 @@ class Course:
 
     @property
     def _plain_seconds(self) -> float:
-        """The time of a plain step; 0.0 where none was timed.
-
-        Where a single one was, which may have done what is done once, it is no more than those of other shapes say.
-        """
+        """The time of a plain step; 0.0 where none was timed."""
         own = self._usual(self._plain)
         is_single = sum(bucket is self._bucket for bucket, _ in self._plain) == 1
         return min(own, self._in_proportion) if is_single else own
@@ -598,11 +595,7 @@ class Course:
         bucket.is_predicted = False
 
     def _is_like_another(self, line: Timeline) -> bool:
-        """Whether a recorded step took about as much as the plain one behind it, or as the one recorded before.
-
-        Where the plain one had another shape, in proportion to its size, as that of the one recorded before is about as
-        large.
-        """
+        """Whether a recorded step took about as much as the plain one behind it, or as the one recorded before."""
         taken, of = [float(self._recorded_nbytes)], self._plain_of
         if line.plain is not None and of is not None:
             ratio = size_ratio(self._bucket.signature, of.signature, is_linear=True)
@@ -612,10 +605,7 @@ class Course:
     def _profile_of(
         self, line: Timeline, survey: Survey, plain_nbytes: int, seconds: float, squares: dict[str, float] | None = None
     ) -> StepProfile | None:
-        """The profile of the recorded step, with what a plan is asked about beside its values: all else that was saved.
-
-        None where no autograd node runs in its backward pass.
-        """
+        """The profile of the recorded step, with the other keys that it saved; None where it has no backward pass."""
         owner = self._owner
         try:
             profile = profile_of(line, survey, plain_nbytes, seconds, [], owner.device, owner.link, squares)
@@ -626,10 +616,7 @@ class Course:
         return replace(profile, others=others, cycles=owner.forwards)
 
     def _record_for_others(self) -> Waiting:
-        """Records one step of a shape from which the profiles of others may follow (Note: [new shapes] in buckets.py).
-
-        Everything is tried in it, so it takes as long as some dozens of plain steps.
-        """
+        """Records one step of a shape from which those of others may follow (Note: [new shapes] in buckets.py)."""
         owner = self._owner
         lines: list[list[Event]] = []
         surveys: list[Survey] = []
@@ -668,13 +655,7 @@ class Course:
         bucket.planner = Planner(profile, owner.allow, owner.error_limit, owner.buckets.planners)
 
     def _try_choices(self, survey: Callable[[float], Survey]) -> Waiting:
-        """Tries the choices of values in as many steps as that takes, a share in each of them.
-
-        What was tried at one shape says nothing at another. Where others come, the rest is tried in the recorded step.
-
-        Args:
-            survey: makes a survey that takes so many seconds at most.
-        """
+        """Tries the choices of values in as many steps as that takes, a share in each of them."""
         trying = survey(self._share)
 
         def is_complete() -> bool:
@@ -727,11 +708,7 @@ class Course:
             self._owner.go_back(self._bucket, session)
 
     def _is_as_large(self, bucket: Bucket | None, tried: int) -> bool:
-        """Whether a step takes about as much as the largest one so far, of which a budget may be a share.
-
-        Args:
-            tried: how many steps were recorded in vain.
-        """
+        """Whether a step takes about as much as the largest one so far, of which a budget may be a share."""
         if bucket is None:
             return False
         least = min(size_ratio(each.signature, bucket.signature) for each in (bucket, *self._met))
@@ -760,13 +737,7 @@ class Course:
             warnings.warn(f"a plan with codecs that have an error was asked for, but {why}.", stacklevel=2)
 
     def _plan_within(self, before: Within | None = None) -> Waiting:
-        """Makes a plan, counts a step under it, and makes leaner ones as long as the budget is not kept.
-
-        If none keeps it, steps run under the plan that reached the least, and this is said.
-
-        Args:
-            before: what a plan has reached that is to be replaced by a faster one.
-        """
+        """Makes a plan, counts a step under it, and makes leaner ones as long as the budget is not kept."""
         bucket, owner = self._bucket, self._owner
         is_first = not owner.has_planned
         surveyed = 1
@@ -859,11 +830,7 @@ class Course:
         return are_alike and _is_far(int(floor_nbytes * min(ratios)), nbytes)
 
     def _see_all(self) -> Generator[Awaited, None, bool]:
-        """Before a budget is refused: sees how other kinds of passes, if any were seen, belong to the step.
-
-        Where they do, all begins anew with a step of more passes. Returns whether they come in no order, so that the
-        budget may be a share of another one.
-        """
+        """Before a budget is refused: sees how other kinds of passes belong to the step; whether they come in no order."""
         owner = self._owner
         if owner.order.is_mixed or not owner.order.has_others:
             return False
@@ -904,11 +871,7 @@ class Course:
             bucket.is_over, bucket.found = False, replace(bucket.found, trouble="")
 
     def _say_over(self, budget: int) -> None:
-        """Says that the budget is not kept, and that no plan is known which would keep it.
-
-        Raises:
-            BudgetError: the budget is ``strict``.
-        """
+        """Says that the budget is not kept, and that no plan is known which would keep it."""
         bucket, owner = self._bucket, self._owner
         reached, plan = bucket.found.reached_nbytes, bucket.found.plan
         assert plan is not None
@@ -928,11 +891,7 @@ class Course:
             warnings.warn(said, stacklevel=2)
 
     def _say_refused(self, error: BudgetError, is_first: bool) -> None:
-        """No plan was found that keeps the budget, and a step under the leanest one has not kept it either.
-
-        Raises:
-            BudgetError: there is no plan yet, or the budget is ``strict``.
-        """
+        """No plan was found that keeps the budget, and a step under the leanest one has not kept it either."""
         bucket, owner = self._bucket, self._owner
         reached, plain = bucket.found.reached_nbytes, bucket.found.plain_nbytes
         smallest = min(reached, plain or reached)

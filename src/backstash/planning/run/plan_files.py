@@ -97,11 +97,7 @@ class PlanFiles:
 
 
 def _content(file: Path) -> bytes:
-    """Returns all bytes of a regular file.
-
-    Raises:
-        OSError: it is none, is too large for a plan, or cannot be read.
-    """
+    """Returns all bytes of a regular file."""
     # Something else in the place of the file, such as a named pipe, would block the training for ever.
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:

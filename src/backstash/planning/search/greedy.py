@@ -203,10 +203,7 @@ class _Climb:
             yield from self._fill_gaps()
 
     def use_up(self) -> Iterator[None]:
-        """Has solutions use the bytes that are left below the next larger one, the widest gap of times first.
-
-        Drawn stretches seldom change one value alone. Here each other choice of a single value is tried.
-        """
+        """Has solutions use the bytes that are left below the next larger one, the widest gap of times first."""
         work, end = 0.0, self._effort() * 0.25
         done: set[tuple[int, int]] = set()
         while work < end:

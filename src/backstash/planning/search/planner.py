@@ -415,11 +415,7 @@ class Planner:
         return seen if self._rehearsed.get(seen, 0) < self._everything.peak_nbytes else self._everything
 
     def _predicted(self, found: Solution, budget: int | None = None) -> int:
-        """Returns the peak that is predicted: what was rehearsed, else what the model says.
-
-        Args:
-            budget: that of a plan. If the plain step fits, the plan says no more than the budget.
-        """
+        """Returns the peak that is predicted: what was rehearsed, else what the model says."""
         if found == self._everything and self.profile.rehearse is not None:
             most = found.peak_nbytes + ROUNDING  # these steps differ by some small tensors as well
             return most if budget is None else min(budget, most)
