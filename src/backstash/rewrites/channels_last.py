@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from backstash.arguments import check_model, check_session, check_step
 from backstash.errors import RewriteError
 from backstash.rewrites.differences import largest_distance, rounding_limit
-from backstash.rewrites.trials import Trials
+from backstash.rewrites.trials import Trials, Undoable
 from backstash.session import Session
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
@@ -35,7 +34,7 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-class ChannelsLast:
+class ChannelsLast(Undoable):
     """The result of :func:`channels_last`. As a context manager it restores the layouts on leaving.
 
     Attributes:
@@ -55,14 +54,6 @@ class ChannelsLast:
         for weight in self._weights:
             weight.restore()
         self._weights.clear()
-
-    def __enter__(self) -> ChannelsLast:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
 
     def __str__(self) -> str:
         return (

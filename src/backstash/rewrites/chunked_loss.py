@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from backstash.capture import modules
 from backstash.errors import RewriteError
 from backstash.rewrites.deferred import HeadCall, Tally
 from backstash.rewrites.differences import Beyond, beyond_another_order, largest_distance
-from backstash.rewrites.trials import Trials
+from backstash.rewrites.trials import Trials, Undoable
 from backstash.torch_internals import break_graphs_at
 
 CHUNK_NBYTES = 16 << 20
@@ -35,7 +34,7 @@ HEAD = "lm_head"
 """The path of most models' heads."""
 
 
-class ChunkedLoss:
+class ChunkedLoss(Undoable):
     """The result of :func:`chunked_loss`. As a context manager it undoes the rewrite on leaving.
 
     Attributes:
@@ -67,14 +66,6 @@ class ChunkedLoss:
         if self._layer is not None:
             del self._layer.forward
             self._layer = None
-
-    def __enter__(self) -> ChunkedLoss:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
 
     def __str__(self) -> str:
         proven = f"; the numbers of a step are at most {self.distance:.2g} apart ({self.where})" if self.where else ""

@@ -19,13 +19,12 @@ Note: [other numbers]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from torch import nn
 
 from backstash.arguments import check_model, check_session, check_step
 from backstash.errors import RewriteError
-from backstash.rewrites.trials import Trials, switch
+from backstash.rewrites.trials import Trials, Undoable, switch
 from backstash.session import Session
 
 OVERWRITING = (
@@ -57,7 +56,7 @@ COPYING = (
 _COPIES = "torch makes a copy also when it runs in place, so it would save nothing"
 
 
-class Inplace:
+class Inplace(Undoable):
     """The result of :func:`inplace`. As a context manager it switches the activations back on leaving.
 
     Attributes:
@@ -81,14 +80,6 @@ class Inplace:
         """Switches the activations back. A second call does nothing."""
         switch(self._modules, False)
         self._modules.clear()
-
-    def __enter__(self) -> Inplace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
 
     def __str__(self) -> str:
         lines = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -123,9 +122,7 @@ class StepState:
         self._reached.set_gradients_aside()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._hook.remove()
         self._reached.undo()
         for state in self.states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,20 @@ def switch(modules: Iterable[nn.Module], on: bool) -> None:
     """Lets activations run in place, or no longer."""
     for module in modules:
         module.inplace = on  # type: ignore[assignment]
+
+
+class Undoable:
+    """A rewrite of a model, which is undone on leaving where it is used as a context manager."""
+
+    def undo(self) -> None:
+        """Restores the model. A second call does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.undo()
 
 
 class Trials:

@@ -16,6 +16,13 @@ from backstash.torch_internals import nodes_behind
 _MOST_NODES = 200_000
 
 
+class Stacks(threading.local):
+    """A stack for each thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
 class ModulePaths:
     """Follows which module runs, and names all modules below those that are called outermost.
 
@@ -28,23 +35,23 @@ class ModulePaths:
         self.roots: dict[str, nn.Module] = {}
         self.found_root: Callable[[nn.Module], None] = lambda module: None
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._here = threading.local()
+        self._here = Stacks()
         self._leaves: dict[int, Tensor] = {}
 
     @property
     def current(self) -> str:
         """The path of the module that runs on this thread; ``""`` for the model itself and outside of modules."""
-        stack = self._stack()
+        stack = self._here.stack
         return stack[-1] if stack else ""
 
     @property
     def depth(self) -> int:
         """How many modules run inside each other."""
-        return len(self._stack())
+        return len(self._here.stack)
 
     def enter(self, module: nn.Module) -> None:
         """A module's forward begins."""
-        stack = self._stack()
+        stack = self._here.stack
         path = self._paths.get(module)
         if path is None:
             path = self._add(module) if not stack else stack[-1]
@@ -52,7 +59,7 @@ class ModulePaths:
 
     def leave(self) -> None:
         """It has ended."""
-        stack = self._stack()
+        stack = self._here.stack
         if stack:
             stack.pop()
 
@@ -102,12 +109,6 @@ class ModulePaths:
             if each not in self._paths:
                 self._paths[each] = _joined(prefix, name)
         return self._paths[module]
-
-    def _stack(self) -> list[str]:
-        stack: list[str] | None = getattr(self._here, "stack", None)
-        if stack is None:
-            stack = self._here.stack = []
-        return stack
 
 
 def _joined(prefix: str, name: str) -> str:

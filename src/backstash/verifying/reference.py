@@ -56,7 +56,7 @@ from backstash.torch_internals import (
 )
 from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
 from backstash.verifying.gradients import gradient_copies, gradient_sums
-from backstash.verifying.paths import ModulePaths
+from backstash.verifying.paths import ModulePaths, Stacks
 from backstash.verifying.runlog import RunLog
 
 _MOST_NODES = 100_000
@@ -101,7 +101,7 @@ class Reference:
         self._stance: Any = None
         self._compile: Any = None
         self._budgets: AbstractContextManager[None] | None = None
-        self._here = threading.local()
+        self._here = Stacks()
         try:
             if self._compiled:
                 self.log.is_compiled = True
@@ -162,21 +162,14 @@ class Reference:
 
     def _push(self, pack: Any, unpack: Any) -> None:
         is_compilers = isinstance(pack, torch.fx.GraphModule) or is_traced() or is_dynamo_compiling()
-        self._stack().append(is_compilers)
+        self._here.stack.append(is_compilers)
         if is_compilers:
             self._before[0](pack, unpack)
 
     def _pop(self) -> None:
-        stack = self._stack()
+        stack = self._here.stack
         if not stack or stack.pop():
             self._before[1]()
-
-    def _stack(self) -> list[bool]:
-        """For each pair that this thread has pushed, whether it was installed."""
-        stack: list[bool] | None = getattr(self._here, "stack", None)
-        if stack is None:
-            stack = self._here.stack = []
-        return stack
 
     def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = function_apply.__get__(None, cls)

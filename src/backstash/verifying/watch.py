@@ -65,7 +65,7 @@ from backstash.verifying.detail import compared
 from backstash.verifying.facts import Change, Facts, Written, changes, generator_digests, moved_generators
 from backstash.verifying.gradients import gradient_copies, gradient_sums
 from backstash.verifying.operations import OperationLog, first_different_operation
-from backstash.verifying.paths import ModulePaths, address_of
+from backstash.verifying.paths import ModulePaths, Stacks, address_of
 from backstash.verifying.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDifference
 
 _UNREAD = ("running_mean", "running_var")
@@ -190,7 +190,7 @@ class WatchedRun:
         self._keep_pass = keep_pass
         self._kept, self._traced, self._recomputing = frozenset(kept), frozenset(traced), frozenset(recomputing)
         self._count = 0
-        self._here = threading.local()
+        self._here = Stacks()
         self._frames: weakref.WeakKeyDictionary[Any, WatchedRegion] = weakref.WeakKeyDictionary()
         self._read: list[tuple[WatchedValue, Checksum, str, int, dict[str, Any]]] = []
         self._operations: dict[int, dict[str, str]] = {}
@@ -291,19 +291,19 @@ class WatchedRun:
         push, _ = self._before
         if isinstance(pack, torch.fx.GraphModule) or is_traced() or is_dynamo_compiling():
             push(pack, unpack)
-            self._regions().append(None)
+            self._here.stack.append(None)
             return
         frame = recomputed_frame(pack)
         if frame is not None:  # its values were noted in forward, and go on from there
             push(pack, unpack)
-            self._regions().append(None)
+            self._here.stack.append(None)
             return
         frame = checkpoint_frame(pack)
         region = None
         if frame is not None:
             region = self._begin_checkpoint(frame)
         owner = CHECKPOINT if frame is not None else _owner(pack)
-        self._regions().append(region)
+        self._here.stack.append(region)
 
         def packed(x: Tensor) -> _Packed:
             return _Packed(pack(x), self._note(x, owner, region))
@@ -321,19 +321,13 @@ class WatchedRun:
             region.operations.__enter__()
 
     def _pop(self) -> None:
-        stack = self._regions()
+        stack = self._here.stack
         region = stack.pop() if stack else None
         if region is not None:
             if region.operations is not None:
                 region.operations.__exit__(None, None, None)
             region.end_forward()
         self._before[1]()
-
-    def _regions(self) -> list[WatchedRegion | None]:
-        stack: list[WatchedRegion | None] | None = getattr(self._here, "regions", None)
-        if stack is None:
-            stack = self._here.regions = []
-        return stack
 
     # -- regions -------------------------------------------------------------------------------------------------
 
@@ -430,7 +424,7 @@ class WatchedRun:
 
     def run_region(self, region: WatchedRegion, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function of a reentrant region, in forward and then again."""
-        stack = self._regions()
+        stack = self._here.stack
         if region.before is None:
             region.before = Facts.here()
             log = region.operations
@@ -536,7 +530,7 @@ class WatchedRun:
         if is_dynamo_compiling() or is_traced():
             return
         self.paths.enter(module)
-        for region in reversed(self._regions()):
+        for region in reversed(self._here.stack):
             if region is not None and not region.is_recomputing:
                 region.modules[id(module)] = self.paths.current, module
         if self.paths.depth == 1 and not in_backward():
@@ -547,7 +541,7 @@ class WatchedRun:
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_dynamo_compiling() or is_traced():
             return
-        for region in self._regions():
+        for region in self._here.stack:
             if region is not None and region.log.kind != WITHOUT_REENTRANCE and output is not None:
                 self._note_result(region, self.paths.current or type(module).__name__, output)
         self.paths.leave()

@@ -830,7 +830,7 @@ class Course:
         return are_alike and _is_far(int(floor_nbytes * min(ratios)), nbytes)
 
     def _see_all(self) -> Generator[Awaited, None, bool]:
-        """Before a budget is refused: sees how other kinds of passes belong to the step; whether they come in no order."""
+        """Before a budget is refused: sees how other kinds of passes belong to the step. Whether they have no order."""
         owner = self._owner
         if owner.order.is_mixed or not owner.order.has_others:
             return False

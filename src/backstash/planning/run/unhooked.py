@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -21,9 +20,7 @@ class Unhooked(Session):
     def __enter__(self) -> Unhooked:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Leaves nothing, because nothing was entered."""
 
     def begin_step(self) -> None:
