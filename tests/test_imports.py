@@ -250,6 +250,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning.model.trace",
         "planning.search.schedule",
         "planning.model.problem",
+        "planning.model.decision",
     },
     "demos": {
         "bits",

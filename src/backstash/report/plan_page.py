@@ -6,21 +6,21 @@ Figures are in their elements twice: as text for people, and exactly in ``value`
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from backstash.planning.model.budget import with_choices
-from backstash.planning.model.problem import Kind, StepProfile
+from backstash.planning.model.decision import Decision, blocks_alike
+from backstash.planning.model.problem import KIND_WORDS, StepProfile
 from backstash.report.plan_charts import Curve, Hover, frontier_chart, legend, memory_chart, peak_bars
 from backstash.report.plan_layers import chosen, parts
 from backstash.report.plan_style import SCRIPT, STYLE
 from backstash.stash.html import document, exactly, named, tiles, tools
-from backstash.stash.tables import amount, folded, ms
+from backstash.stash.tables import amount, ms
 
 if TYPE_CHECKING:
-    from backstash.planning.model.decision import Decision
     from backstash.planning.model.plan import Plan
 
 POINTS = 200
@@ -31,13 +31,6 @@ LARGEST = 8
 
 REASONS = 3
 """Most reasons that are shown in a row of several values."""
-
-_KINDS: tuple[tuple[Kind, str], ...] = (
-    ("keep", "kept"),
-    ("encode", "encoded"),
-    ("recompute", "remade"),
-    ("offload", "moved"),
-)
 
 
 def plan_page(profile: StepProfile, plan: Plan, title: str = "A plan for a training step") -> str:
@@ -84,7 +77,7 @@ def _facts(profile: StepProfile, plan: Plan) -> str:
 
 def _tiles(plan: Plan) -> str:
     counts = Counter(decision.kind for decision in plan.decisions)
-    ways = ", ".join(f"{counts[kind]} {word}" for kind, word in _KINDS if counts[kind]) or "none"
+    ways = ", ".join(f"{counts[kind]} {word}" for kind, word in KIND_WORDS.items() if counts[kind]) or "none"
     less = f"{1 - plan.peak_nbytes / plan.plain_peak_nbytes:.0%} less" if plan.plain_peak_nbytes else ""
     more = plan.seconds - plan.plain_seconds
     share = f"plain {ms(plan.plain_seconds)}, {more / plan.plain_seconds:+.1%}" if plan.plain_seconds else ""
@@ -177,20 +170,13 @@ def _thinned(plan: Plan) -> list[tuple[int, float]]:
 
 def _modules(decisions: Iterable[Decision]) -> str:
     """Returns the table of modules; paths that differ in numbers only share a row if the same ops save in them."""
-    modules: dict[str, list[Decision]] = defaultdict(list)
-    for decision in decisions:
-        modules[decision.module].append(decision)
-    alike: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for module, found in modules.items():
-        pattern = folded(module)
-        alike[pattern, tuple(decision.op for decision in found)].append(module)
     rows = []
-    for (pattern, _), members in alike.items():
-        found = [decision for module in members for decision in modules[module]]
+    for pattern, _, members in blocks_alike(decisions, lambda decision: decision.op):
+        found = [decision for block in members.values() for decision in block]
         saved, held = sum(each.nbytes for each in found), sum(each.held_nbytes for each in found)
-        name = escape(members[0]) or "outside modules"
+        name = escape(next(iter(members))) or "outside modules"
         if len(members) > 1:
-            each = "".join(f"<li>{escape(module)}: {_change(modules[module])}</li>" for module in members)
+            each = "".join(f"<li>{escape(module)}: {_change(block)}</li>" for module, block in members.items())
             name = f"<details><summary>{escape(pattern)} ({len(members)})</summary><ul>{each}</ul></details>"
         rows.append(
             [

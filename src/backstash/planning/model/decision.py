@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from backstash.planning.model.rounding import codec_named, moved_as
 from backstash.policies import Action, Keep, Lossless, Recompute, Stash
 from backstash.saved import SavedTensor
 from backstash.stash.encode import without_error
+from backstash.stash.tables import folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,27 @@ class Decision:
         if self.kind == "offload" and moved_as(self.choice) is None:
             return f"there is no {self.choice!r:.80}"
         return "only a value that is moved is fetched" if self.fetched_with and self.kind != "offload" else None
+
+
+def blocks_alike(
+    decisions: Iterable[Decision], of: Callable[[Decision], str]
+) -> Iterator[tuple[str, tuple[str, ...], dict[str, list[Decision]]]]:
+    """Yields modules whose paths differ in numbers alone and whose decisions have the same words in their order.
+
+    Args:
+        of: returns the word of a decision.
+
+    Yields:
+        The pattern of the paths, the words, and the decisions by path.
+    """
+    blocks: dict[str, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        blocks[decision.module].append(decision)
+    alike: dict[tuple[str, tuple[str, ...]], dict[str, list[Decision]]] = defaultdict(dict)
+    for module, found in blocks.items():
+        alike[folded(module), tuple(map(of, found))][module] = found
+    for (pattern, words), members in alike.items():
+        yield pattern, words, members
 
 
 @dataclass(frozen=True)

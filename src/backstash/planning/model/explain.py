@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from html import escape
 
-from backstash.planning.model.decision import Decision, PlanData
-from backstash.planning.model.problem import Kind, PlannedValue, StepProfile
+from backstash.planning.model.decision import Decision, PlanData, blocks_alike
+from backstash.planning.model.problem import KIND_WORDS, PlannedValue, StepProfile
 from backstash.stash.tables import amount, folded, ms, table
 
 WIDTH = 60
@@ -37,7 +37,7 @@ def plan_summary(plan: PlanData) -> str:
     added = plan.seconds - plan.plain_seconds
     share = f", {added / plan.plain_seconds:.1%} more than plain" if plan.plain_seconds else ""
     counts = Counter(decision.kind for decision in plan.decisions)
-    ways = ", ".join(f"{counts[kind]} {word}" for kind, word in _WORDS if counts[kind]) or "no values"
+    ways = ", ".join(f"{counts[kind]} {word}" for kind, word in KIND_WORDS.items() if counts[kind]) or "no values"
     text = (
         f"budget {size(plan.budget)}: predicted peak {size(plan.peak_nbytes)} (plain {size(plan.plain_peak_nbytes)}), "
         f"step {milliseconds(plan.seconds)}{share}; {ways}"
@@ -49,14 +49,6 @@ def plan_summary(plan: PlanData) -> str:
     if plan.reordered:
         return f"{text}; the loss of {plan.reordered!r} in chunks, with sums in another order."
     return f"{text}. The plain step fits, so nothing is done." if plan.is_empty else f"{text}."
-
-
-_WORDS: tuple[tuple[Kind, str], ...] = (
-    ("keep", "kept"),
-    ("encode", "encoded"),
-    ("recompute", "remade"),
-    ("offload", "moved"),
-)
 
 
 def explain(plan: PlanData) -> str:
@@ -111,17 +103,10 @@ def _row(decision: Decision) -> tuple[str, ...]:
 
 def _modules(decisions: Iterable[Decision]) -> list[tuple[str, ...]]:
     """One row for all blocks that differ in their numbers only and hold as many values in the same ways."""
-    blocks: dict[str, list[Decision]] = defaultdict(list)
-    for decision in decisions:
-        blocks[decision.module].append(decision)
-    alike: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for module, found in blocks.items():
-        pattern = folded(module)
-        alike[pattern, tuple(decision.choice for decision in found)].append(module)
     rows: list[tuple[str, ...]] = []
-    for (pattern, choices), modules in alike.items():
-        found = [decision for module in modules for decision in blocks[module]]
-        name = f"{pattern} ({len(modules)})" if len(modules) > 1 else modules[0] or "(outside)"
+    for pattern, choices, blocks in blocks_alike(decisions, lambda decision: decision.choice):
+        found = [decision for block in blocks.values() for decision in block]
+        name = f"{pattern} ({len(blocks)})" if len(blocks) > 1 else next(iter(blocks)) or "(outside)"
         what = ", ".join(f"{choice} {count}" if count > 1 else choice for choice, count in Counter(choices).items())
         sizes = size(sum(each.nbytes for each in found)), size(sum(each.held_nbytes for each in found))
         rows.append((name, str(len(found)), what, *sizes, milliseconds(sum(each.seconds for each in found))))

@@ -28,6 +28,8 @@ from backstash.saved import MIN_NBYTES
 
 Kind = Literal["keep", "encode", "recompute", "offload"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+KIND_WORDS: dict[Kind, str] = {"keep": "kept", "encode": "encoded", "recompute": "remade", "offload": "moved"}
+"""The kinds in words, in the order in which they are told."""
 
 LARGEST = 1 << 50
 """The most bytes of a value, a choice or a position: thousands of them can be added up in 64 bits."""
