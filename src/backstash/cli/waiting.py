@@ -27,9 +27,6 @@ def waiting(quiet: bool = False) -> Iterator[Callable[[str], None]]:
 
     What the script prints meanwhile stays above the line.
 
-    Args:
-        quiet: whether nothing is shown.
-
     Yields:
         A function that says what is being done, in words. What planning tells (telling.py) is shown behind it.
     """

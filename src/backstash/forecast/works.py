@@ -68,11 +68,7 @@ def is_attention(name: str) -> bool:
 
 
 def work_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-    """Returns what a call asks of a card.
-
-    Args:
-        operation: an overload of an ATen operation.
-    """
+    """Returns what a call asks of a card."""
     name = aten_name(operation)
     if name in FREE or makes_view(operation) or operation.namespace not in ("aten",):
         return Work()

@@ -349,7 +349,6 @@ def run_in_child(
     Args:
         module: the module of ``backstash.report`` that carries it out, given the order as JSON.
         order: a dataclass of plain data.
-        printed: is called with each line of its stdout.
     """
     command = [sys.executable, "-m", f"backstash.report.{module}", json.dumps(asdict(order))]
     with (

@@ -145,7 +145,6 @@ def verify_script(
     Ctrl-C during a closer look ends that, and what the first two runs say is the verdict.
 
     Args:
-        program: the script.
         steps: how many training steps are watched.
         seed: of all default generators in each run, before the script begins.
         tolerance: as for :func:`backstash.verify`.

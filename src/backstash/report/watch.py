@@ -83,8 +83,6 @@ class Watch:
     """Observes all training inside the ``with``. Leaving it removes every hook.
 
     Args:
-        policy: name of the run.
-        session: the Session that the script runs under, or None.
         is_finished: is called when a step has been timed; when it returns True, the script is ended by SystemExit.
     """
 

@@ -97,9 +97,6 @@ def accumulator(weight: Tensor, is_in_parts: bool) -> Tensor:
     """Returns zeros in which a weight's gradient is added up.
 
     Hundreds of small summands in bfloat16 would lose most of their bits, so several of them are added up in float32.
-
-    Args:
-        is_in_parts: whether there are several summands.
     """
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if is_half and is_in_parts else weight.dtype
@@ -135,7 +132,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """The loss, a scalar.
 
         Args:
-            ctx: holds the gradients for ``backward``.
             hidden: the head's input, [n, d].
             weight: the head's weight, [classes, d].
             bias: the head's bias, [classes], or None.

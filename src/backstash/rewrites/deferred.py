@@ -160,11 +160,7 @@ class Deferred(Tensor):
             parent = parent.parent
 
     def compute(self, name: str = "") -> Tensor:
-        """Returns the logits, which are computed at the first call, as a plain program would have computed them.
-
-        Args:
-            name: the function that needs them.
-        """
+        """Returns the logits, which are computed at the first call, as a plain program would have computed them."""
         if self.logits is None:
             self.check()
             # Somebody who looks at them without gradients must not be the reason why the loss has none.

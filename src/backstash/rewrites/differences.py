@@ -122,11 +122,6 @@ def beyond_another_order(plain: StepNumbers, other: StepNumbers, computed: torch
     only round once more. And roundings of millions of numbers have no common direction: all gradients together are
     hardly further away than one rounding. A loss that is off by a twentieth, or some rows that should not count, are
     found so.
-
-    Args:
-        plain: the numbers of the plain step.
-        other: those of the step in another order.
-        computed: the coarsest dtype in which the step computes.
     """
     own = rounding_limit(plain.values())
     limit = rounding_limit(plain.values(), computed)

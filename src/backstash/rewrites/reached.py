@@ -121,7 +121,6 @@ class Reached:
     """All that a step can reach and change, as it is now (Note: [what a step reaches]).
 
     Args:
-        roots: functions and objects to begin from.
         known: tensors whose numbers and gradients somebody else puts back.
     """
 
@@ -555,12 +554,7 @@ def _check(array: Any) -> int:
 
 
 def restore_memory(x: Tensor, memory: Tensor) -> None:
-    """Has a tensor lie again where it was, if the program has given it other memory by ``x.data = ...``.
-
-    Args:
-        x: a plain tensor.
-        memory: what ``x.data`` was.
-    """
+    """Has a tensor lie again where it was, if the program has given it other memory by ``x.data = ...``."""
     if _where(x) != _where(memory):
         x.data = memory
 

@@ -60,7 +60,6 @@ class RowNumbers(torch.autograd.Function):
         log-probabilities times ``spread``.
 
         Args:
-            ctx: holds what backward reads.
             hidden: [n, d].
             weight: [classes, d].
             bias: [classes], or None.

@@ -50,8 +50,6 @@ class Trials:
 
     Args:
         step: the step. It leaves gradients behind and changes no parameter.
-        session: the Session that the steps run in; None for none.
-        name: the rewrite's name, for messages.
 
     Attributes:
         plain: the numbers of the first step.

@@ -114,12 +114,7 @@ def generator_digests() -> dict[str, str]:
 
 
 class Written:
-    """Buffers, parameters and inputs of a region, by which it is known later which of them were written.
-
-    Args:
-        modules: paths and modules that ran in the region.
-        inputs: names and tensors that the region was called with.
-    """
+    """Buffers, parameters and inputs of a region, by which it is known later which of them were written."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], inputs: Iterable[tuple[str, Any]] = ()) -> None:
         self._training: list[tuple[str, nn.Module, bool]] = []

@@ -58,7 +58,6 @@ class OperationLog(TorchDispatchMode):
     """Inside the ``with``, the operations of this thread are written down.
 
     Args:
-        path_of: returns the path of the module that runs.
         name_of: returns what a tensor is that no operation inside has made, or None.
     """
 

@@ -130,11 +130,7 @@ class Verification:
         return "\n".join(self.lines(fix=True))
 
     def lines(self, fix: bool = False) -> list[str]:
-        """The result as text.
-
-        Args:
-            fix: whether to say what to change.
-        """
+        """The result as text."""
         found = [f"{self.name}: {self.headline()}"]
         for place, each in enumerate(self.findings):
             found += ["", *_finding_lines(each, place, fix)]
@@ -166,11 +162,9 @@ def judge(
     """Returns the verdict on two runs of a step, or on four.
 
     Args:
-        name: of the step.
         watched, reference: the run as it is, and the run without savers.
         closer, again: both once more, if something differs: with the values that differ and the operations of their
             regions, and with gradients.
-        errors: of the gradients of these two.
         tolerance: relative error up to which hooks may round.
     """
     unsteady = "" if again is None else _why_unsteady(reference, again)
@@ -427,11 +421,7 @@ def _finding_lines(found: VerifyFinding, place: int, fix: bool) -> list[str]:
 
 
 def finding_rows(found: VerifyFinding, place: int, fix: bool) -> tuple[str, list[tuple[str, str]]]:
-    """Returns a heading and labelled sentences.
-
-    Args:
-        fix: whether to say what to change.
-    """
+    """Returns a heading and labelled sentences."""
     value = found.value
     rows: list[tuple[str, str]] = []
     if value is not None:

@@ -96,7 +96,6 @@ class Joint:
 
     Args:
         outputs: how many results of the graph are the forward pass's.
-        fuses: whether the compiler fuses elementwise operators.
         is_apart: whether products that take less memory than their operands are computed before they are added.
         stores_sums: whether sums of gradients that several operators read are stored.
     """

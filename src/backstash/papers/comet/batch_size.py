@@ -39,7 +39,6 @@ class BatchSize:
     The memory of a step is taken to grow in proportion to the batch, apart from the bytes in ``fixed``.
 
     Args:
-        limit: bytes of memory.
         maximum: the largest batch that training wants.
         fixed: bytes that the measurement does not contain and that do not grow with the batch: parameters, the
             optimizer's state.
@@ -78,7 +77,6 @@ class BatchSize:
         Args:
             measured: the memory that a step with ``batch`` samples took. A Measurement, whose counted peak contains
                 everything that a step allocates; or a Session, of whose last step only the stash is counted; or bytes.
-            batch: samples of that step.
 
         Raises:
             ValueError: nothing was measured, or not even a batch of one sample fits.

@@ -96,7 +96,6 @@ def bound_for(sigma: float, norms: Tensor, share: float = 1.0, channels: Literal
     """Returns the bound with which a weight gradient's error has the wanted standard deviation.
 
     Args:
-        sigma: the wanted standard deviation.
         norms, share: as for :func:`predicted_sigma`.
         channels: what the deviation is measured over. ``"rms"``: over all elements of the weight gradient, so that the
             error of the loudest channel is larger and that of quiet channels is smaller, each in proportion to its own
@@ -135,7 +134,6 @@ def bound_of(sigma: float, loudest: float, share: float = 1.0) -> float:
     """Returns the bound with which a weight gradient's error has the deviation ``sigma``.
 
     Args:
-        sigma: the deviation.
         loudest: the root mean square of the norms, or the largest of them.
         share: as for :func:`bound_for`.
     """
@@ -156,11 +154,8 @@ def comet_bound(sigma: float, loss_gradient: float, batch: int, nonzero: float, 
       that decides how many terms a weight's gradient has. :func:`bound_for` needs no such constant.
 
     Args:
-        sigma: the wanted standard deviation.
         loss_gradient: mean over the samples of the largest magnitude in the output's gradient.
-        batch: number of samples.
         nonzero: the input's share of elements that are not zero.
-        a: the constant.
 
     Raises:
         ValueError: an argument is not a finite number above zero.

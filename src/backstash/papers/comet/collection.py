@@ -104,7 +104,6 @@ def collector(
     """Returns a hook for the layer's autograd node, which adds the node's gradients to the reading when it has run.
 
     Args:
-        reading: the reading.
         sigma: the wanted deviation, as a share of the gradient.
         place: the position of the weight among the node's inputs.
         exact: a copy of the exact input, to compare the weight gradient with that of the exact input; None: not

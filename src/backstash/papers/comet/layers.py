@@ -56,11 +56,7 @@ class Linear:
         return norm / (self.share * max(x.numel(), 1)).clamp(min=1).sqrt()
 
     def energy(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Returns 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``.
-
-        Args:
-            grad: the gradient of the layer's output.
-        """
+        """Returns 3 / bound**2 times the variance of the weight gradient's error, ``[output channels]``."""
         return channel_norms(grad, -1).square() * self.share
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -228,9 +224,6 @@ def overlapping(source: Tensor, read: Tensor) -> tuple[Tensor, Tensor] | None:
 
     A residual sum behind a relu has the errors of the sum before it, but only where that one's relu let them through.
     Zeros of two such values coincide more often than chance would have it, so the shares of both do not tell this.
-
-    Args:
-        source: the :func:`pattern` of the source.
 
     Returns:
         The two counts; None if the shapes differ, so that positions cannot be compared.

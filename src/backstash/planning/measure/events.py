@@ -331,7 +331,6 @@ class StepRecord:
     """Everything that the profiler's record says of one step, in the order of time.
 
     Args:
-        roots: the outermost events of the profiler's record.
         device: the type of device whose memory is traced, ``"cpu"`` or that of the accelerator, such as ``"cuda"``.
 
     Attributes:

@@ -157,9 +157,6 @@ def measured(device: str, offload_to: str | os.PathLike[str] | None = None) -> L
 def allowed(tries: Sequence[str], device: str, offload_to: str | os.PathLike[str] | None = None) -> Link | None:
     """Returns the link over which values may be moved; None where they may not.
 
-    Args:
-        tries: the families of choices that are allowed.
-
     Raises:
         PlanError: nothing can be moved to, or a folder was given and nothing may be moved.
     """

@@ -33,11 +33,7 @@ from backstash.stores.host import IN_FLIGHT
 def moved(
     link: Link, found: Mapping[str, SurveyedValue], line: Timeline, seconds: Sequence[float], first: int
 ) -> dict[str, tuple[Choice, ...]]:
-    """Returns, by key, the choices to move each value, for those that it pays for.
-
-    Args:
-        found: what was found out about the values.
-    """
+    """Returns, by key, the choices to move each value, for those that it pays for."""
     until = [0.0, *accumulate(seconds)]
     movable = {key: value for key, value in found.items() if any(form.nbytes >= SMALLEST for form in value.movable)}
     reads = {key: sorted({read for read in line.reads[key] if read >= first}) for key in movable}

@@ -490,10 +490,7 @@ def profile_of(
     """The profile of a step that was surveyed.
 
     Args:
-        survey: what was found out about its values.
-        peak_nbytes: the counted peak of a plain step.
         models: the modules whose parameters and gradients were held before the step.
-        device: the type of the device whose memory is planned.
         link: where values may be moved to; None for nowhere.
         squares: what rounding does to the gradients, by the value's key (see probing.Probe).
 

@@ -90,9 +90,6 @@ class Alive:
             between two steps.
         freed_nbytes: bytes of these gradients that were freed.
         is_collecting: whether Python's garbage collector runs.
-
-    Args:
-        device: the type of device whose memory is meant.
     """
 
     def __init__(self, device: str) -> None:
@@ -147,10 +144,6 @@ class Given:
 @dataclass
 class Timeline:
     """The record of one step.
-
-    Args:
-        events: the outermost events of the profiler's record.
-        device: the type of device whose memory is meant.
 
     Attributes:
         born: by the key of a value, the position from which on only autograd holds it.

@@ -134,8 +134,6 @@ def action_of(decision: Decision, saved: SavedTensor, store: str, is_empty: bool
     Args:
         decision: what a plan says of the value.
         saved: the strongest use of the value.
-        store: name of the store that values are moved to.
-        is_empty: whether the plan keeps everything.
     """
     stored = _STORED.decide(saved)
     if isinstance(stored, Stash):

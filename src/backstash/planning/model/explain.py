@@ -117,11 +117,7 @@ _COLUMNS = ("saved", "encoded", "not remade", "remade in")
 
 
 def outline(profile: StepProfile, every_value: bool = False) -> str:
-    """Returns a table of what modules save, the largest first, with repeated blocks in one row.
-
-    Args:
-        every_value: whether each value has a row of its own.
-    """
+    """Returns a table of what modules save, the largest first, with repeated blocks in one row."""
     total = sum(value.nbytes for value in profile.values)
     head = (
         f"plain step: peak {amount(profile.plain_peak_nbytes)}, {ms(profile.seconds)}; "

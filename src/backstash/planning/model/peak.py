@@ -171,9 +171,6 @@ class PeakModel:
         takes time, and lowers what is alive by no more than the value's bytes twice: torch's own kernel of a batch norm
         has a gradient and a workspace of that size. So it is not worth it where that much more fits at each of the
         value's reads, beside all else that is read there.
-
-        Args:
-            limit: the most bytes that may be alive.
         """
         live = self.evaluate(choices).live.copy()
         np.add.at(live, self.read_positions, WITHOUT_CLAIM * self.nbytes[self.read_values])
@@ -189,7 +186,6 @@ class PeakModel:
 
         Args:
             live: bytes alive at each position, [positions].
-            limit: the most bytes that may be alive.
         """
         births, which = np.unique(self.born, return_inverse=True)
         ends = np.append(births[1:] + 1, len(live))

@@ -30,10 +30,6 @@ SHARES = (1e-3, 1e-2)
 def candidates(saved: SavedTensor, readers: Sequence[SavedTensor]) -> tuple[Codec, ...]:
     """Returns the codecs with an error by which a value may be stored, the most exact first.
 
-    Args:
-        saved: the strongest use of the value.
-        readers: all uses of it.
-
     Returns:
         None at all if a reader's effect is not known, or if the value is no number that can be rounded. A value that
         goes through a curved function has 8 bits or more, and so has one whose groups do not lie within the rows of a

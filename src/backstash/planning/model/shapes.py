@@ -117,11 +117,7 @@ class ShapeFamily:
         return 0 < self.wanted <= len(terms) and int(np.linalg.matrix_rank(terms)) == terms.shape[1]
 
     def profile(self, sizes: Sizes, min_nbytes: int = 0) -> StepProfile | None:
-        """Returns the profile of a step whose inputs have other sizes; None where it does not follow.
-
-        Args:
-            min_nbytes: values of fewer bytes are kept, whatever a plan says.
-        """
+        """Returns the profile of a step whose inputs have other sizes; None where it does not follow."""
         point = self._point(sizes)
         if point is None or not self.is_complete:
             return None

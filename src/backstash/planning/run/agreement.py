@@ -66,7 +66,6 @@ class Agreement:
     Args:
         own: a method that returns whether this rank is done with planning, and its plan, None if there is none.
         agreed: a method that is called with the plan of all ranks when all are done; None if their steps differ.
-        aside: inside of it the ranks meet.
 
     Attributes:
         is_settled: whether all ranks are done.

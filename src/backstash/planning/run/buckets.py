@@ -214,12 +214,7 @@ class Buckets:
         return [each.planner for each in self if each.planner is not None and not each.is_predicted]
 
     def predicted(self, signature: Signature, min_nbytes: int, error_limit: float | None) -> Planner | None:
-        """Returns a planner of a shape whose profile follows from those of other shapes; None where it does not.
-
-        Args:
-            min_nbytes: values of fewer bytes are kept.
-            error_limit: as for the planners of the other shapes.
-        """
+        """Returns a planner of a shape whose profile follows from those of other shapes; None where it does not."""
         kind = _kind_of(signature)
         known = {shape: planner for shape, planner in self._note_measured().items() if _kind_of(shape) == kind}
         if len(known) < LEAST_MEASURED:

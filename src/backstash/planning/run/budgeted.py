@@ -764,11 +764,7 @@ class Budgeted(Following):
                 bucket.found = Within(plain_nbytes=facts[0], plain_seconds=facts[1])
 
     def keeping(self, cycles: int) -> KeepForSurvey:
-        """The policy for steps in which everything is kept, so that what a model has taught under it is found again.
-
-        Args:
-            cycles: how many forward passes a step has.
-        """
+        """The policy for steps in which everything is kept, so that what a model has taught under it is found again."""
         return self._keeping.setdefault(cycles, KeepForSurvey(cycles))
 
     def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:

@@ -193,17 +193,8 @@ def _is_far(least_nbytes: int, budget_nbytes: int) -> bool:
     return is_alone and least_nbytes > FAR * budget_nbytes
 
 
-class MeasuredLoop(Protocol):
-    """What a course asks of the training loop in which it measures, beside what it is told of passes.
-
-    Attributes:
-        adds_up, may_add_up, cycles, forwards, last, order, passed, period, recording: as in Following.
-        agreement, allow, aside, budget, device, error_limit, is_hurried, of: as in Budgeted.
-        overflowed, spared, strict, unused_nbytes: as in Budgeted.
-        given: the plan that the user gave; None where there is none.
-        link: the way to another memory, where values may be moved.
-        tries: the families of choices that are measured.
-    """
+class _MeasuredLoop(Protocol):
+    """What a course asks of the loop in which it measures: what Budgeted and Following have under these names."""
 
     adds_up: bool
     may_add_up: bool
@@ -233,64 +224,27 @@ class MeasuredLoop(Protocol):
     tries: tuple[str, ...]
 
     @property
-    def is_steady(self) -> bool:
-        """As Following.is_steady."""
-
+    def is_steady(self) -> bool: ...
     @property
-    def takes_any(self) -> bool:
-        """As Budgeted.takes_any."""
-
+    def takes_any(self) -> bool: ...
     @property
-    def phase(self) -> int:
-        """As Following.phase."""
-
-    def find_period(self) -> bool:
-        """As Following.find_period."""
-
-    def end_order(self) -> None:
-        """As Following.end_order."""
-
-    def watch(self, watcher: Births | None) -> None:
-        """As Following.watch."""
-
-    def keeping(self, cycles: int) -> KeepForSurvey:
-        """As Budgeted.keeping."""
-
-    def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None:
-        """As Budgeted.use."""
-
-    def use_alike(self, bucket: Bucket, plan: Plan) -> None:
-        """As Budgeted.use_alike."""
-
-    def retire(self, session: Session) -> None:
-        """Counts the steps of a Session that is not used any more."""
-
-    def go_back(self, bucket: Bucket, session: Session) -> None:
-        """As Budgeted.go_back."""
-
-    def session_with(self, policy: Policy) -> Session:
-        """As Budgeted.session_with."""
-
-    def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy:
-        """As Budgeted.guarded."""
-
-    def nbytes_of(self, plain_nbytes: int) -> int:
-        """As Budgeted.nbytes_of."""
-
-    def helps(self, bucket: Bucket) -> bool:
-        """As Budgeted.helps."""
-
-    def surveyed_above(self, bucket: Bucket) -> float | None:
-        """As Budgeted.surveyed_above."""
-
-    def forget_nbytes(self) -> None:
-        """As Budgeted.forget_nbytes."""
-
-    def profiled(self, profile: StepProfile) -> None:
-        """As Budgeted.profiled."""
-
-    def settled(self) -> None:
-        """As Budgeted.settled."""
+    def phase(self) -> int: ...
+    def find_period(self) -> bool: ...
+    def end_order(self) -> None: ...
+    def watch(self, watcher: Births | None) -> None: ...
+    def keeping(self, cycles: int) -> KeepForSurvey: ...
+    def use(self, bucket: Bucket, policy: Policy, is_unhooked: bool = False, **options: Any) -> None: ...
+    def use_alike(self, bucket: Bucket, plan: Plan) -> None: ...
+    def retire(self, session: Session) -> None: ...
+    def go_back(self, bucket: Bucket, session: Session) -> None: ...
+    def session_with(self, policy: Policy) -> Session: ...
+    def guarded(self, bucket: Bucket, plan: Plan, budget: int) -> Policy: ...
+    def nbytes_of(self, plain_nbytes: int) -> int: ...
+    def helps(self, bucket: Bucket) -> bool: ...
+    def surveyed_above(self, bucket: Bucket) -> float | None: ...
+    def forget_nbytes(self) -> None: ...
+    def profiled(self, profile: StepProfile) -> None: ...
+    def settled(self) -> None: ...
 
 
 class Course:
@@ -305,8 +259,8 @@ class Course:
         trouble: why steps may not keep the budget meanwhile; empty if they do.
     """
 
-    def __init__(self, owner: MeasuredLoop, bucket: Bucket, is_for_others: bool = False) -> None:
-        self._owner: MeasuredLoop = weakref.proxy(owner)  # which holds this object
+    def __init__(self, owner: _MeasuredLoop, bucket: Bucket, is_for_others: bool = False) -> None:
+        self._owner: _MeasuredLoop = weakref.proxy(owner)  # which holds this object
         self._is_for_others = is_for_others
         self._keeping: Session | None = None  # for that step
         self._is_recording = False  # the next step, or this one
@@ -1033,11 +987,9 @@ class Course:
         Args:
             watcher: makes the watcher of the recorded step.
             lines: the outermost events of the record are added to it.
-            is_any: whether a step of any bucket will do.
             wait: is called after the recorded step. Where shares are bounded, another step runs then, because the end
                 of the profiler takes as long as some small steps.
             proves: whether a step of this bucket has to come before it, in which what is proven on first use is proven.
-            counts_plain: whether a plain step is recorded behind it.
         """
         while True:
             prepare()

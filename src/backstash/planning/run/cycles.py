@@ -83,7 +83,6 @@ class Order:
 
         Args:
             keys: of what was saved before it.
-            may_be_last: whether nothing is held for another one after it.
         """
         values = {without_cycle(key) for key in keys}
         found = next((kind for kind, known in enumerate(self._kinds) if _are_alike(known, values)), None)
@@ -129,7 +128,6 @@ class Order:
         """Returns whether the latest pass, or an earlier one, is not that of the pattern.
 
         Args:
-            period: how many passes a step has.
             phase: which pass of a step the latest one was.
         """
         if not self.pattern and phase == period - 1 and len(self.passes) >= period:
@@ -188,7 +186,6 @@ class Order:
         """Returns by how many passes steps begin too late, if one begins while something is held for its first pass.
 
         Args:
-            period: how many passes a step has.
             phase: how many passes of the step in progress have run.
         """
         last = next((age for age, is_last in enumerate(reversed(self._is_last)) if is_last), phase)

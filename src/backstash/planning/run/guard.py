@@ -56,11 +56,7 @@ def guard(plan: Plan, budget: int | str | None = None, spill: str | None = None)
 
 
 def in_front_of(plan: Plan, nbytes: int, spill: str | None = None) -> Guard | Plan:
-    """Returns a Guard that keeps a step within so many bytes if that can be done, or a plan that keeps everything.
-
-    Args:
-        nbytes: the most bytes that a step may take.
-    """
+    """Returns a Guard that keeps a step within so many bytes if that can be done, or a plan that keeps everything."""
     if plan.is_empty:
         return plan
     if spill is None:
@@ -76,7 +72,6 @@ class Guard(Wrapper):
     """A policy in front of a plan, which holds less than planned when it has to.
 
     Args:
-        budget_nbytes: the most bytes that a step may take.
         spill: name of a store for what can be held in no other way; None where there is none.
         allocated: returns the bytes that are allocated on the device; None where nobody counts them.
 

@@ -206,9 +206,6 @@ class Planner:
 
         The first step of a shape proves calls, which takes memory (PeakModel.first_nbytes). If no such plan is known,
         it is the one whose first step takes the least, of those that fit from the second step on.
-
-        Args:
-            may_keep_all: whether everything may be kept, if another plan is known.
         """
         known = [*reversed(self.known_solutions[:-1])]
         if may_keep_all or not known:
@@ -575,7 +572,6 @@ def growth(
 
     Args:
         budget_nbytes: the budget, in bytes above what is held before the step.
-        allow, error_limit: what a plan may do, as for :func:`backstash.planning.search.planner.plan`.
     """
     lowest = Planner(profile, allow, error_limit).solutions[0]
     plain = budget_nbytes / max(1, profile.plain_peak_nbytes)

@@ -21,11 +21,7 @@ MOST = 64
 
 
 def spare_ways(model: PeakModel, choices: Sequence[int], peak_nbytes: int) -> list[int]:
-    """Returns the indices of values that may be remade as well, in their order (Note: [spare ways]).
-
-    Args:
-        choices: for each value the index of its choice in the plan.
-    """
+    """Returns the indices of values that may be remade as well, in their order (Note: [spare ways])."""
     values, now = model.profile.values, list(choices)
     kept = [at for at, index in enumerate(now) if values[at].choices[index].kind == "keep"]
     most = np.maximum(model.evaluate(now).live, peak_nbytes)

@@ -27,12 +27,7 @@ class Timings:
     def fastest(
         self, kept: Iterable[Solution], policy: Callable[[Solution], Policy], usual: Solution | None = None
     ) -> Solution | None:
-        """Times the solution that is predicted to be the fastest, and returns the fastest of those that were timed.
-
-        Args:
-            policy: makes the policy that does what a solution says.
-            usual: one that is timed as well if it is kept.
-        """
+        """Times the solution that is predicted to be the fastest, and returns the fastest of those that were timed."""
         kept = list(kept)
         best = min(kept, key=lambda found: found.seconds, default=None)
         if best is None or self._clock is None:
