@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
 from itertools import chain
@@ -89,37 +88,18 @@ class NativeSearch(Search):
 
     def set(self, value: int, row: int) -> int:
         """Changes how a value is held (see :class:`backstash.planning.search.changes.Search`)."""
-        touched: int = self._native.bs_search_set(self._search, value, row)
-        self._follow()
-        return touched
+        return int(self.call("bs_search_set", value, row))
 
     def load(self, rows: Bytes) -> None:
         """Changes whatever differs from the given rows."""
         wanted = np.ascontiguousarray(rows, np.int64)
-        self._native.bs_search_load(self._search, wanted.ctypes.data)
-        self._follow()
+        self.call("bs_search_load", wanted.ctypes.data)
 
-    def set_all(self, values: Bytes, rows: Bytes, effort: _Effort) -> None:
-        """As Moves.set_all."""
-        values, rows = np.ascontiguousarray(values, np.int64), np.ascontiguousarray(rows, np.int64)
-        addresses = values.ctypes.data, rows.ctypes.data, len(values), ctypes.addressof(effort)
-        self._native.bs_search_set_all(self._search, *addresses)
-        self._follow()
-
-    def lower(self, level: int, tau: float, batch: int, effort: _Effort) -> bool:
-        """As Moves.lower."""
-        is_lowered = self._native.bs_search_lower(self._search, level, tau, batch, ctypes.addressof(effort))
-        self._follow()
-        return bool(is_lowered)
-
-    def relax(self, level: int, effort: _Effort) -> None:
-        """As Moves.relax."""
-        self._native.bs_search_relax(self._search, level, ctypes.addressof(effort))
-        self._follow()
-
-    def _follow(self) -> None:
-        found = self._solution
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of the library that changes the solution."""
+        answer, found = getattr(self._native, name)(self._search, *arguments), self._solution
         self.seconds, self.error, self.conflicts = found.seconds, found.error, found.conflicts
+        return answer
 
 
 class NativeMoves(Moves):
@@ -129,24 +109,23 @@ class NativeMoves(Moves):
 
     def set_all(self, values: Sequence[int] | Bytes, rows: Sequence[int] | Bytes) -> None:
         """As Moves.set_all."""
-        with self._effort() as effort:
-            self.search.set_all(np.asarray(values), np.asarray(rows), effort)
+        values, rows = np.ascontiguousarray(values, np.int64), np.ascontiguousarray(rows, np.int64)
+        self._call("bs_search_set_all", values.ctypes.data, rows.ctypes.data, len(values))
 
     def lower(self, level: int, tau: float, batch: int) -> bool:
         """As Moves.lower."""
-        with self._effort() as effort:
-            return self.search.lower(level, tau, batch, effort)
+        return bool(self._call("bs_search_lower", level, tau, batch))
 
     def relax(self, level: int) -> None:
         """As Moves.relax."""
-        with self._effort() as effort:
-            self.search.relax(level, effort)
+        self._call("bs_search_relax", level)
 
-    @contextmanager
-    def _effort(self) -> Iterator[_Effort]:
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Calls a function of the library with what it may take, and notes what it has taken and changed."""
         effort = _Effort(self.work, self.end, self.limit, self.price)
-        yield effort
+        found = self.search.call(name, *arguments, ctypes.addressof(effort))
         self.work = effort.work
+        return found
 
 
 def search_from_kept(model: PeakModel) -> Search:
