@@ -19,8 +19,7 @@ from backstash.planning.model.plan import Plan
 from backstash.planning.model.problem import Choice, PlannedValue, Position, StepProfile
 from backstash.planning.search import greedy
 from backstash.planning.search.planner import Planner
-from backstash.planning.search.timings import NOISE
-from backstash.planning.search.usual import like_lossless
+from backstash.planning.search.timings import NOISE, like_lossless
 from bench.profiles import mobilenet, random_network, resnet, transformer, unet
 
 FACTORS = {90: 1.05, 80: 1.2, 70: 1.1, 60: 1.3}

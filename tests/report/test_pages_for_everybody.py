@@ -16,7 +16,7 @@ import backstash as bs
 from backstash.planning.search.planner import plan
 from backstash.report.plan_page import plan_page
 from backstash.stash.html import PAGE_STYLE, TABLE_SCRIPT
-from backstash.verifying.page import verification_page
+from backstash.verifying.verdict import verification_page
 from bench.profiles import transformer
 
 

@@ -13,8 +13,7 @@ from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.integrations.launcher import INTERRUPTED
 from backstash.report.compare import Program
 from backstash.report.verified import verify_script
-from backstash.verifying.page import verification_page
-from backstash.verifying.verdict import Verification
+from backstash.verifying.verdict import Verification, verification_page
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,14 +1,16 @@
-"""The result of ``verify``: as data, as text and as JSON."""
+"""The result of ``verify``: as data, as text, as JSON and as a page of HTML, which fetches nothing."""
 
 from __future__ import annotations
 
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
+from backstash.stash.html import document, html_table
 from backstash.verifying.causes import ROUNDED, UNSTEADY, Cause, cause_of
 from backstash.verifying.gradients import ParameterError, first_unequal, missing_names, unequal_names
 from backstash.verifying.runlog import RegionLog, RunLog, ValueDifference
@@ -136,13 +138,7 @@ class Verification:
             found += ["", *_finding_lines(each, place, fix)]
         if self.errors:
             found += ["", "gradients, beside those of the same step without savers"]
-            found += _table(
-                ("parameter", "relative error", "largest", "elements"),
-                [
-                    (each.name, f"{each.relative:.2e}", f"{each.largest:.2e}", f"{each.differ:,} of {each.elements:,}")
-                    for each in self.errors[:_MOST_ROWS]
-                ],
-            )
+            found += _table(_ERRORS, _error_rows(self.errors[:_MOST_ROWS]))
             if len(self.errors) > _MOST_ROWS:
                 found.append(f"  and {len(self.errors) - _MOST_ROWS} more parameters")
         for note in self.notes:
@@ -472,6 +468,16 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+_ERRORS = ("parameter", "relative error", "largest", "elements")
+
+
+def _error_rows(errors: Sequence[ParameterError]) -> list[tuple[str, ...]]:
+    return [
+        (each.name, f"{each.relative:.2e}", f"{each.largest:.2e}", f"{each.differ:,} of {each.elements:,}")
+        for each in errors
+    ]
+
+
 def _count(number: int, word: str, several: str | None = None) -> str:
     return f"{number:,} {word if number == 1 else several or word + 's'}"
 
@@ -483,3 +489,39 @@ def _finite(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     return [_finite(each) for each in data] if isinstance(data, (list, tuple)) else data
+
+
+def verification_page(found: Verification) -> str:
+    """Returns the document: the verdict, each cause with what to change, gradients, and all values that differ."""
+    title = escape(f"{found.name}: {found.headline()}")
+    parts = [f"<h1>{title}</h1>"]
+    parts += [_finding_html(each, place) for place, each in enumerate(found.findings)]
+    if found.errors:
+        parts.append("<h2>Gradients, beside those of the same step without savers</h2>")
+        parts.append(_html_table(_ERRORS, _error_rows(found.errors), right=range(1, 4)))
+    if found.watched.differences:
+        values = [
+            (each.place, f"{each.dtype} {each.shape}", each.owner, "" if each.region is None else str(each.region))
+            for each in found.watched.differences
+        ]
+        parts.append("<h2>Values that differ, in the order of forward</h2>")
+        parts.append(_html_table(("value", "shape", "stored by", "region"), values))
+    if found.watched.regions:
+        regions = [
+            (str(each.number), each.path or "the step", each.kind, ", ".join(each.draws))
+            for each in found.watched.regions
+        ]
+        parts.append("<h2>Regions that were computed again</h2>")
+        parts.append(_html_table(("region", "module", "kind", "draws from"), regions))
+    parts += [f"<p>note: {escape(note)}</p>" for note in found.notes]
+    return document(title, "\n".join(parts))
+
+
+def _finding_html(found: VerifyFinding, place: int) -> str:
+    heading, rows = finding_rows(found, place, fix=True)
+    return f"<h2>{escape(heading.capitalize())}</h2>" + _html_table((), rows)
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """A table of texts, of which some columns are aligned to the right."""
+    return html_table(head, [[escape(cell) for cell in row] for row in rows], right)

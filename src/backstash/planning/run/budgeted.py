@@ -41,6 +41,7 @@ from backstash.arguments import check_switch
 from backstash.capture import leaving, modules
 from backstash.capture.modules import Signature, signature_of
 from backstash.capture.names import Entries
+from backstash.codecs.base import Encoded
 from backstash.errors import BatchTooLargeError, BudgetError, PlanError, SessionError, StoreError
 from backstash.ops.backends import serving
 from backstash.planning.measure import link
@@ -55,7 +56,6 @@ from backstash.planning.run.course import PATIENCE, Aside, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.following import Following, Witness
 from backstash.planning.run.guard import Guard, in_front_of
-from backstash.planning.run.overflow import Overflowing
 from backstash.planning.run.retry import Before, advise, is_of_collective, is_out_of_memory
 from backstash.planning.run.trainings import Trainings
 from backstash.planning.run.unhooked import Unhooked
@@ -65,7 +65,7 @@ from backstash.policies import Policy, get
 from backstash.session import Session, made_again
 from backstash.stash.buffers import release_buffers
 from backstash.stash.ledger import Report
-from backstash.stores import DeviceStore, Store
+from backstash.stores import DeviceStore, Store, Ticket, TierStore
 from backstash.torch_internals import (
     current_function_mode,
     hide_from_dynamo,
@@ -937,3 +937,22 @@ def _prepare(device_type: str) -> None:
 
 for _function in (Budgeted.__enter__, Window.__enter__):
     hide_from_dynamo(_function, and_all_below=True)
+
+
+class Overflowing(TierStore):
+    """Puts values into a store, and leaves on their device those for which there is no room.
+
+    Args:
+        tell: is called with the reason for each value that stays.
+    """
+
+    def __init__(self, store: Store, tell: Callable[[str], None]) -> None:
+        super().__init__([store, DeviceStore()])
+        self._tell = tell
+
+    def _put(self, encoded: Encoded) -> tuple[Store, Ticket]:
+        store, ticket = super()._put(encoded)
+        if store is self.stores[-1]:
+            held = self.stores[0].usage().nbytes
+            self._tell(f"{self.stores[0]!r} has no room for {ticket.nbytes} bytes beside the {held} that it holds")
+        return store, ticket

@@ -1,28 +1,37 @@
-"""Follows a training loop from backward pass to backward pass, and has a course measure what it asks for."""
+"""Follows a training loop from backward pass to backward pass, and has a course measure what it asks for.
+
+Note: [steps in closures]
+    Lightning hands forward and backward passes to its optimizer as a closure, so no pass ends where a profiler can be
+    started (Note: [safe places] in recording.py). Its callback knows where one can, but an unchanged script has no
+    callback. So if a measurement has waited in vain, and the loop of a framework is imported, that loop tells before
+    each batch that it is between two steps. It does so until whoever wanted to be told is closed, or gone.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from backstash.capture import passes
 from backstash.planning.measure.events import Thread
 from backstash.planning.measure.recording import Recording
 from backstash.planning.measure.survey import Births, Silent
-from backstash.planning.run import closures
 from backstash.planning.run.buckets import Bucket
 from backstash.planning.run.course import Awaited, Course
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
-from backstash.planning.run.spans import Spans
 from backstash.planning.run.unhooked import Unhooked
 from backstash.session import Session
 from backstash.stash.parameters import is_leaf_of_graph
-from backstash.torch_internals import gradient_of
+from backstash.torch_internals import gradient_of, next_sequence_number, nodes_behind
 
 PATIENCE, IMPATIENT = 64, 2
 """For how many backward passes the profiler may wait for a place where it can be started, and after how many the loops
@@ -111,7 +120,7 @@ class Following:
         """Stops whatever is being measured. Training goes on under the plans that there are."""
         self.abandon()
         self.recording.close()
-        closures.tell_no_more(self)
+        tell_no_more(self)
 
     @property
     def is_quiet(self) -> bool:
@@ -234,7 +243,7 @@ class Following:
         elif self._awaited == "safe":
             self._waited += 1
             if self._waited == IMPATIENT:
-                closures.tell_between_steps(self)
+                tell_between_steps(self)
             if self._waited > PATIENCE and self._course is not None:
                 self._course.give_up("the loop runs in a closure of its optimizer, where nothing can be profiled")
                 self.abandon()
@@ -354,3 +363,104 @@ class Following:
     def _is_measuring(self) -> bool:
         """Whether what runs now is the course itself, which may ask for gradients of its own."""
         return self._running is not None and inspect.getgeneratorstate(self._running) == inspect.GEN_RUNNING
+
+
+_MOST = 64
+"""How many spans are remembered."""
+
+_OF_LEAVES = 1 << 63
+"""Nodes that add to the gradients of leaves are numbered from here on."""
+
+
+class Spans:
+    """The spans in which a Session was open, by the numbers of the nodes that were made there."""
+
+    def __init__(self) -> None:
+        self._spans: deque[range] = deque(maxlen=_MOST)
+        self._begun: int | None = None
+
+    def begin(self) -> None:
+        """A Session was opened."""
+        self._begun = next_sequence_number()
+
+    def end(self) -> None:
+        """It is closed."""
+        if self._begun is not None:
+            self._spans.append(range(self._begun, next_sequence_number()))
+        self._begun = None
+
+    def include(self, tensors: Any) -> bool:
+        """Whether a backward pass from these tensors, or this tensor, reaches what was made in a span.
+
+        Where it cannot be told what it begins from, it does. From a tensor that no function has made, it reaches
+        nothing.
+        """
+        waiting = list(_nodes(tensors))
+        if not waiting:
+            return not all(isinstance(each, Tensor) for each in _listed(tensors))
+        for node in nodes_behind(waiting):
+            number = node._sequence_nr()
+            is_open = self._begun is not None and self._begun <= number < _OF_LEAVES
+            if is_open or any(number in span for span in self._spans):
+                return True
+        return False
+
+
+def _listed(tensors: Any) -> tuple[Any, ...]:
+    return tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
+
+
+def _nodes(tensors: Any) -> Iterator[Any]:
+    for each in _listed(tensors):
+        node = each.node if isinstance(each, GradientEdge) else getattr(each, "grad_fn", None)
+        if node is not None:
+            yield node
+
+
+LOOPS = (
+    ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop", "advance"),
+    ("pytorch_lightning.loops.training_epoch_loop", "_TrainingEpochLoop", "advance"),
+)
+"""Modules of frameworks, with the class of a loop and its method that runs a batch."""
+
+
+class Told(Protocol):
+    """Who is told."""
+
+    def between_steps(self) -> None:
+        """As Following.between_steps."""
+
+
+_told: weakref.WeakSet[Told] = weakref.WeakSet()
+_originals: dict[type, Callable[..., Any]] = {}
+
+
+def tell_between_steps(told: Told) -> None:
+    """Has the loops of frameworks that are imported tell before each batch, on the thread that runs it."""
+    _told.add(told)
+    for module, name, method in LOOPS:
+        loop = getattr(sys.modules.get(module), name, None)
+        if loop is not None and loop not in _originals and hasattr(loop, method):
+            _originals[loop] = getattr(loop, method)
+            setattr(loop, method, _telling(_originals[loop]))
+
+
+def tell_no_more(told: Told) -> None:
+    """Nothing is told to it any more. The loops have their own methods again when nobody is left."""
+    _told.discard(told)
+    if _told:
+        return
+    for module, name, method in LOOPS:
+        loop: Any = getattr(sys.modules.get(module), name, None)
+        if loop in _originals:
+            setattr(loop, method, _originals.pop(loop))
+
+
+def _telling(advance: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(advance)
+    def tells(*args: Any, **kwargs: Any) -> Any:
+        for told in list(_told):
+            told.between_steps()
+        return advance(*args, **kwargs)
+
+    return tells

@@ -36,8 +36,7 @@ from backstash.planning.model.rounding import codec_named
 from backstash.planning.search.exact import Solution, exact, solution
 from backstash.planning.search.greedy import Frontier, best
 from backstash.planning.search.spare import spare_ways
-from backstash.planning.search.timings import NOISE, Timings
-from backstash.planning.search.usual import like_lossless
+from backstash.planning.search.timings import NOISE, Timings, like_lossless
 from backstash.rewrites.chunked_loss import CHUNK_NBYTES
 from backstash.stash.sample import ELEMENTS
 from backstash.telling import note_progress

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 
-from backstash.planning.model.problem import StepProfile
+from backstash.planning.model.problem import Choice, StepProfile
 from backstash.planning.search.exact import Solution
 from backstash.policies import Policy
+from backstash.repeatable import CHEAP
 
 LEAST = 0.1
 """The least share of the time that the model says a plan adds that may be found in steps: the rest is noise."""
@@ -68,3 +70,25 @@ class Timings:
             (each.peak_nbytes, seconds if each is found else self._plain + scale * (each.seconds - self._plain))
             for each in sorted({*others, found}, key=lambda each: each.peak_nbytes)
         )
+
+
+_CHEAP = frozenset(CHEAP.values())
+
+
+def like_lossless(profile: StepProfile) -> tuple[int, ...]:
+    """Returns for each value the index of the choice that comes closest to what ``lossless`` does with it."""
+    return tuple(_index(value.choices) for value in profile.values)
+
+
+def _index(choices: Sequence[Choice]) -> int:
+    """Of one bit per element, being made again by cheap functions, and an exact codec, the first that there is."""
+    exact = [(number, choice) for number, choice in enumerate(choices) if not choice.error]
+    ranks = [(rank, number) for number, choice in exact if (rank := _rank(choice)) is not None]
+    return min(ranks, default=(0, 0))[1]
+
+
+def _rank(choice: Choice) -> int | None:
+    if choice.kind == "encode":
+        return 0 if choice.name == "bitmask" else 2
+    functions = set(re.findall(r"\w+", choice.reason)) if choice.kind == "recompute" else set()
+    return 1 if functions and functions <= _CHEAP else None
