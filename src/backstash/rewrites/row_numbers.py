@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backstash.rewrites.cross_entropy import (
-    accumulator,
-    add_product,
-    refuse_gradients_of_gradients,
-    without_autocast,
-)
+from backstash.rewrites.cross_entropy import accumulator, add_product, refuse_gradients_of_gradients, without_autocast
 from backstash.rewrites.logit_steps import LogitFormula
 
 

@@ -9,17 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backstash.codecs.base import (
-    Draft,
-    Encoded,
-    Judged,
-    flat,
-    like,
-    no_room,
-    require_accepted,
-    room_for,
-    trimmed,
-)
+from backstash.codecs.base import Draft, Encoded, Judged, flat, like, no_room, require_accepted, room_for, trimmed
 from backstash.codecs.csr.reference import CSR_ROW, csr_rows
 from backstash.codecs.sparse import Sparse
 from backstash.errors import DamagedPlanesError

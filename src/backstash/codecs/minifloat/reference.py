@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from backstash.codecs.minifloat.formats import FORMATS, LEAST_SCALE, Format, scale_ceiling
-from backstash.ops import (
-    IN_GRAPHS,
-    bits_of,
-    check_plane,
-    groups,
-    kernel,
-)
+from backstash.ops import IN_GRAPHS, bits_of, check_plane, groups, kernel
 
 
 def _codes(x: Tensor, format: str, nonzero: bool = False) -> Tensor:

@@ -35,12 +35,7 @@ from backstash.compile.graph.sums import add_products_in_place, store_sums, take
 from backstash.compile.graph.values import SavedValue, Split, spec_of
 from backstash.policies.base import Policy
 from backstash.stash.ledger import Entry, Report
-from backstash.torch_internals import (
-    SavedValues,
-    asks_what_to_save,
-    compile_counters,
-    min_cut_partition,
-)
+from backstash.torch_internals import SavedValues, asks_what_to_save, compile_counters, min_cut_partition
 from backstash.version import __version__
 
 log = logging.getLogger("backstash.compile")

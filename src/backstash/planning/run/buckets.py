@@ -87,7 +87,6 @@ class Bucket:
 
     Attributes:
         signature: shapes of its inputs; empty as long as they are not known.
-        policy: what the Session was made for.
         found: what became of the budget.
         margin: bytes of the budget that its plans leave free, because its steps reached more than was predicted.
         is_done: whether nothing remains to be measured.
@@ -103,7 +102,6 @@ class Bucket:
 
     signature: Signature = ()
     session: Session | None = None
-    policy: Policy | None = None
     planner: Planner | None = None
     plan: Plan | None = None
     found: Within = field(default_factory=Within)
