@@ -1,5 +1,5 @@
-// What autograd saves in a known pass. In a call that is known it asks for no object of Python, and waits for no lock of
-// Python's: what is saved is put aside, and taken in when the call has returned, or when anything else looks at the pass.
+// What autograd saves in a known pass. In a known call it needs no object of Python and no lock of Python's: what is saved
+// is put aside, and taken in when the call has returned. See Note: [saved in known calls] in replay/replaying.py.
 #include "replayer.h"
 #include "transforms.h"
 
