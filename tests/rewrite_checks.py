@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,11 +58,8 @@ def outcome(model: nn.Module, step: Step, session: Session | None = None) -> dic
     gradients = [(x, x.grad) for x in model.parameters()]
     model.zero_grad()
     with torch.random.fork_rng(devices=[]):
-        if session is None:
+        with session or nullcontext():
             result = {"loss": step()}
-        else:
-            with session:
-                result = {"loss": step()}
     result |= {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     result |= {f"buffer {name}": x.clone() for name, x in model.named_buffers()}
     model.load_state_dict(before)

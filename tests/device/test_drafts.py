@@ -107,11 +107,8 @@ class Layers:
 
     def step(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         self.layers.zero_grad()
-        if self.session is None:
+        with self.session or nullcontext():
             loss = self.forward(inputs)
-        else:
-            with self.session:
-                loss = self.forward(inputs)
         loss.backward()
         return [layer.weight.grad for layer in self.layers]  # type: ignore[misc]
 
@@ -246,11 +243,8 @@ def test_numbers_that_are_not_finite_are_refused_later(codec: Codec, late: int |
                 given[3, 5] = math.nan
             y = given.to("fake").requires_grad_()
             with fake.late(step + (late or 0)) if late is not None else torch.enable_grad():
-                if session is None:
+                with session or nullcontext():
                     loss = F.gelu(y * 1.0).sum()
-                else:
-                    with session:
-                        loss = F.gelu(y * 1.0).sum()
                 loss.backward()
             assert y.grad is not None
             found.append(y.grad.cpu())
@@ -278,11 +272,8 @@ def test_integers_out_of_the_known_range_keep_every_bit() -> None:
             x = torch.rand(64, 64).to("fake").requires_grad_()
             index = torch.randint(low, high, (64, 64)).to("fake")
             with fake.late(step) if late else torch.enable_grad():
-                if session is None:
+                with session or nullcontext():
                     loss = x.gather(1, index * 1).square().sum()
-                else:
-                    with session:
-                        loss = x.gather(1, index * 1).square().sum()
                 loss.backward()
             assert x.grad is not None
             found.append(x.grad.cpu())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -262,11 +263,8 @@ def _swapped_steps(session: Session | None) -> tuple[list[Tensor], int]:
     found: list[Tensor] = []
     for step in range(3):
         images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        if session is None:
+        with session or nullcontext():
             loss = loss_of(model(images))
-        else:
-            with session:
-                loss = loss_of(model(images))
         alive = sum(not known.expired() for known in swap.gathered)
         swap.gathered.clear()
         loss.backward()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from gradient_checks import Everything
+from gradient_checks import Everything, differences
 from torch import Tensor, nn
 
 from backstash import Policy, Session
@@ -24,6 +26,28 @@ def holds_nothing(session: Session) -> bool:
     gc.collect()
     usage = session.stores["device"].usage()
     return usage.nbytes == usage.count == session._live.saved == session._live.nbytes == 0
+
+
+def run_step(
+    forward: Callable[[], Tensor],
+    session: Session | None,
+    inside: bool = False,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> None:
+    """A forward pass in the Session, if there is one, and its backward pass in it as well or after it."""
+    with session or nullcontext():
+        loss = forward()
+        if inside:
+            backward(loss)
+    if not inside:
+        backward(loss)
+
+
+def assert_same(run: Callable[[Session | None], list[Tensor | None]], session: Session) -> None:
+    """Compares what a program gives without a Session and with one, which then holds nothing."""
+    found = differences(run(None), run(session))
+    assert not found, found
+    assert holds_nothing(session)
 
 
 def hooks_installed() -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,11 +76,8 @@ def trained(make: Callable[[], nn.Module], x: Tensor, session: Session | None, s
     for number in range(steps):
         model.zero_grad()
         torch.manual_seed(number)
-        if session is None:
+        with session or nullcontext():
             loss = model(x).square().mean()
-        else:
-            with session:
-                loss = model(x).square().mean()
         loss.backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return found
@@ -289,11 +287,8 @@ def test_backward_may_run_twice() -> None:
     def gradients_of(session: Session | None) -> list[Tensor]:
         torch.manual_seed(1)
         model, x = Counted(5), torch.randn(8, 16)
-        if session is None:
+        with session or nullcontext():
             loss = model(x).sum()
-        else:
-            with session:
-                loss = model(x).sum()
         return [
             gradient
             for retain in (True, False)
@@ -433,11 +428,8 @@ def test_a_batch_that_the_program_lets_go_of_stays_as_long_as_it_is_needed() -> 
     def gradients_of(session: Session | None) -> list[Tensor]:
         torch.manual_seed(1)
         model, batch = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), torch.randn(8, 16)
-        if session is None:
+        with session or nullcontext():
             loss = model(batch).sum()
-        else:
-            with session:
-                loss = model(batch).sum()
         del batch
         torch.randn(8, 16)
         return list(torch.autograd.grad(loss, list(model.parameters())))

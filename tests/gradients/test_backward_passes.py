@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from gradient_checks import Everything, difference, differences
-from session_checks import by_policy, codecs_used, gradients_of, holds_nothing, images, network
+from session_checks import assert_same, by_policy, codecs_used, gradients_of, holds_nothing, images, network, run_step
 from torch import Tensor, nn
 
 from backstash import Policy, Session
@@ -25,21 +27,12 @@ def test_retain_graph(policy: str | Policy, inside: bool) -> None:
                 loss.backward(retain_graph=retain)
                 found.extend(gradients_of(model))
 
-        if session is None:
-            backward(model(images()).square().sum())
-        elif inside:
-            with session:
-                backward(model(images()).square().sum())
-        else:
-            with session:
-                loss = model(images()).square().sum()
-            backward(loss)
+        run_step(lambda: model(images()).square().sum(), session, inside, backward)
         return found
 
     session = Session(policy, min_nbytes=0)
-    assert not differences(run(None), run(session))
+    assert_same(run, session)
     assert {"bitmask", "narrow"} <= codecs_used(session)
-    assert holds_nothing(session)
 
 
 @by_policy
@@ -69,21 +62,10 @@ def test_double_backward(policy: str | Policy, inside: bool) -> None:
             (slope,) = torch.autograd.grad(score, x, create_graph=True)
             return (slope.norm(dim=1) - 1).square().mean() + score
 
-        if session is None:
-            penalty(model(x).sum()).backward()
-        elif inside:
-            with session:
-                penalty(model(x).sum()).backward()
-        else:
-            with session:
-                score = model(x).sum()
-            penalty(score).backward()
-            del score
+        run_step(lambda: model(x).sum(), session, inside, lambda score: penalty(score).backward())
         return [x.grad, *gradients_of(model)]
 
-    session = Session(policy, min_nbytes=0)
-    assert not differences(run(None), run(session))
-    assert holds_nothing(session)
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 def test_a_saved_tensor_can_be_looked_at() -> None:
@@ -109,17 +91,10 @@ def test_autocast(policy: str | Policy) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return model(images()).float().square().sum() + model(images()).float().sum()
 
-        if session is None:
-            loss = forward()
-        else:
-            with session:
-                loss = forward()
-        loss.backward()
+        run_step(forward, session)
         return gradients_of(model)
 
-    session = Session(policy, min_nbytes=0)
-    assert not differences(run(None), run(session))
-    assert holds_nothing(session)
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 @pytest.mark.parametrize("batch", [32, 64], ids=["narrower", "as many images as features"])
@@ -152,15 +127,12 @@ def test_gradient_hooks_and_retained_gradients(policy: str | Policy) -> None:
             z.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
             return z.exp().sum(), y
 
-        if session is None:
+        with session or nullcontext():
             loss, y = forward()
-        else:
-            with session:
-                loss, y = forward()
         loss.backward()
         return [x.grad, y.grad, *seen]
 
-    assert not differences(run(None), run(Session(policy, min_nbytes=0)))
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 @by_policy
@@ -176,15 +148,10 @@ def test_shared_weights(policy: str | Policy) -> None:
                 h = F.relu(cell(h))
             return F.cross_entropy(F.linear(h, embedding.weight).flatten(0, 1), tokens.flatten())
 
-        if session is None:
-            loss = forward()
-        else:
-            with session:
-                loss = forward()
-        loss.backward()
+        run_step(forward, session)
         return [*gradients_of(embedding), *gradients_of(cell)]
 
-    assert not differences(run(None), run(Session(policy, min_nbytes=0)))
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 @by_policy
@@ -196,16 +163,13 @@ def test_backward_through_part_of_the_graph(policy: str | Policy) -> None:
             trunk = torch.tanh(F.relu(x * 2))
             return trunk.exp().sum(), torch.sigmoid(trunk).square().sum()
 
-        if session is None:
+        with session or nullcontext():
             one, two = forward()
-        else:
-            with session:
-                one, two = forward()
         first = torch.autograd.grad(one, x, retain_graph=True)[0]
         two.backward()
         return [first, x.grad]
 
-    assert not differences(run(None), run(Session(policy, min_nbytes=0)))
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 def test_forward_on_a_graph_that_is_already_freed() -> None:
@@ -233,15 +197,7 @@ def test_compiled_model(backend: str, inside: bool) -> None:
         function = torch.compile(model, backend=backend) if compiled else model
         found: list[Tensor | None] = []
         for _ in range(2):
-            if session is None:
-                function(images()).square().sum().backward()
-            elif inside:
-                with session:
-                    function(images()).square().sum().backward()
-            else:
-                with session:
-                    loss = function(images()).square().sum()
-                loss.backward()
+            run_step(lambda: function(images()).square().sum(), session, inside)
             found += gradients_of(model)
         return found
 

@@ -159,11 +159,8 @@ def train(
 
     parameters = [*body.parameters(), *model.parameters(), *head.parameters()]
     try:
-        if session is None:
+        with session or nullcontext():
             loss = forward()
-        else:
-            with session:
-                loss = forward()
         with AROUND[around]():
             loss.backward()
     except (RuntimeError, TypeError, AttributeError) as error:

@@ -44,11 +44,8 @@ def loss_of(model: nn.Module) -> Tensor:
 
 def gradients(model: nn.Module, session: Session | None) -> list[Tensor]:
     model.zero_grad()
-    if session is None:
+    with session or nullcontext():
         loss = loss_of(model)
-    else:
-        with session:
-            loss = loss_of(model)
     loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 

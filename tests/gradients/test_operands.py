@@ -100,11 +100,8 @@ def train(session: bs.Session | None, bias: bool = True, change: Callable[[], ob
     for _ in range(3):
         model.zero_grad()
         x = torch.randn(64, 48)
-        if session is None:
+        with session or nullcontext():
             loss = model(x).square().mean()
-        else:
-            with session:
-                loss = model(x).square().mean()
         change()
         loss.backward()
         found += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

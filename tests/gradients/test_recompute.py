@@ -73,11 +73,8 @@ def train(model: nn.Module, data: Callable[[int], Tensor], session: Session | No
     torch.manual_seed(1)
     for step in range(steps):
         optimizer.zero_grad()
-        if session is None:
+        with session or nullcontext():
             loss = model(data(step)).square().mean()
-        else:
-            with session:
-                loss = model(data(step)).square().mean()
         loss.backward()
         seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
@@ -206,17 +203,11 @@ def test_an_input_changed_in_place_is_never_a_wrong_gradient() -> None:
         x = torch.linspace(-2, 2, 4096).view(64, 64).requires_grad_()
         w = torch.linspace(-1, 1, 4096).view(64, 64).requires_grad_()
         try:
-            if session is None:
+            with session or nullcontext():
                 y = x * 2
                 z = y.sigmoid() @ w
                 y.add_(1)
                 (z.sum() + y.square().sum()).backward()
-            else:
-                with session:
-                    y = x * 2
-                    z = y.sigmoid() @ w
-                    y.add_(1)
-                    (z.sum() + y.square().sum()).backward()
         except RuntimeError as error:
             return str(error)
         assert x.grad is not None and w.grad is not None
@@ -234,13 +225,9 @@ def test_backward_twice_and_in_parts(retain: bool) -> None:
     for session in (None, Session("lossless", min_nbytes=64)):
         model, data = resnet()
         x = data(0).requires_grad_()
-        if session is None:
+        with session or nullcontext():
             features = model[:3](x)
             loss = model[3:](features).square().mean()
-        else:
-            with session:
-                features = model[:3](x)
-                loss = model[3:](features).square().mean()
         first = torch.autograd.grad(loss, [features, model[4].first.weight], retain_graph=True)
         second = torch.autograd.grad(features.square().sum(), [x, model[1].first.weight], retain_graph=True)
         if retain:

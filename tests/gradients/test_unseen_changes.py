@@ -76,11 +76,8 @@ def train(session: Session | None, unseen: Callable[[Tensor], Any], make: Callab
             del y
             return z.square().sum()
 
-        if session is None:
+        with session or nullcontext():
             loss = forward()
-        else:
-            with session:
-                loss = forward()
         loss.backward()
         for parameter in (*first.parameters(), *second.parameters()):
             assert parameter.grad is not None
@@ -113,11 +110,8 @@ def test_an_input_that_is_changed_after_a_value_was_made_of_it(name: str) -> Non
                 UNSEEN[name](h)
             return h, loss
 
-        if session is None:
+        with session or nullcontext():
             h, loss = forward()
-        else:
-            with session:
-                h, loss = forward()
         if outside:
             UNSEEN[name](h)
         loss.backward()
@@ -282,11 +276,8 @@ def test_a_running_buffer_that_the_same_forward_updates(width: int) -> None:
         model, seen = Centred(width), []
         for _ in range(3):
             x = torch.randn(8, width)
-            if session is None:
+            with session or nullcontext():
                 loss = model(x).square().sum()
-            else:
-                with session:
-                    loss = model(x).square().sum()
             loss.backward()
             seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
             seen.append(model.mean.clone())  # type: ignore[operator]
@@ -343,11 +334,8 @@ def test_a_norms_parameters_are_changed_before_backward(change: str, inside: boo
             return loss
 
         try:
-            if session is None:
+            with session or nullcontext():
                 loss = forward()
-            else:
-                with session:
-                    loss = forward()
             if not inside:
                 for norm in norms:
                     CHANGES[change](norm.bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 from torch import Tensor, nn
 
@@ -60,10 +61,7 @@ def drawn_profile(seed: int, most_values: int = 6) -> StepProfile:
 def gradients_of(model: nn.Module, x: Tensor, session: bs.Session | None = None) -> list[Tensor]:
     """The gradients of one real step."""
     model.zero_grad(set_to_none=True)
-    if session is None:
+    with session or nullcontext():
         loss = model(x).square().sum()
-    else:
-        with session:
-            loss = model(x).square().sum()
     loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,11 +44,8 @@ def _train(session: bs.Budgeted | None, hidden: int) -> list[Tensor]:
 
     torch.manual_seed(1)
     for _ in range(STEPS):
-        if session is None:
+        with session or nullcontext():
             step()
-        else:
-            with session:
-                step()
         found += [weight.grad.clone() for weight in weights if weight.grad is not None]
         optimizer.step()
         optimizer.zero_grad()

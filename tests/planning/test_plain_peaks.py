@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -79,11 +80,8 @@ def peaks_of(make: Callable[[], tuple[nn.Module, Loss]], budget: int | str | Non
     session = None if budget is None else Budgeted(budget, min_nbytes=1024)
 
     def step() -> None:
-        if session is None:
+        with session or nullcontext():
             loss = loss_of()
-        else:
-            with session:
-                loss = loss_of()
         loss.backward()
         del loss
         with torch.no_grad():

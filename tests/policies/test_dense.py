@@ -33,11 +33,8 @@ def _step(policy: bs.Policy | None, dtype: torch.dtype) -> tuple[list[Tensor], b
     session = None if policy is None else bs.Session(policy, model=model, min_nbytes=0)
     for _ in range(3):
         model.zero_grad()
-        if session is None:
+        with session or nullcontext():
             loss = model(batch).square().mean()
-        else:
-            with session:
-                loss = model(batch).square().mean()
         loss.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], session
 

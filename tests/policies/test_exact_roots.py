@@ -1,5 +1,7 @@
 """A policy that rounds values stores one of them exactly where others can then be made again from it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -33,11 +35,8 @@ def network(activation, width=64):
 def gradients(model, x, session=None, steps=STEPS):
     for _ in range(steps):
         model.zero_grad()
-        if session is None:
+        with session or nullcontext():
             loss = model(x).square().mean()
-        else:
-            with session:
-                loss = model(x).square().mean()
         loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
