@@ -14,20 +14,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from sources import MODULES, ROOT, SOURCE, nodes_of
 
 import backstash
 from backstash import errors
 
 pytestmark = pytest.mark.cases(10_000)  # they take little, and each file has to keep the rules
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 WRITTEN = [page for page in PAGES if page.name not in ("CONTRIBUTING.md", "CHANGELOG.md")]  # those with figures
 GENERATED = re.compile(r"<!-- (table|n|file): .*?<!-- (end|/n|/file) -->", re.DOTALL)
 # Numbers that look measured: times, speeds, ratios. Sizes and shares are left out: most of them are settings.
 MEASURED = re.compile(r"(?<![\w.])\d[\d,.]*\s(?:ms|s|seconds|GB/s)\b|(?<![\w.])\d+\.\d+(?:x\b|\stimes\b)")
 SETTINGS = {"12.8 GB/s", "55 GB/s"}  # the simulated links
-SOURCE = ROOT / "src" / "backstash"
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:work|root|home|tmp|Users)/")
 OPTIONAL = {  # modules that need what a plain install does not bring
     "backstash.cli.commands": "typer",
@@ -70,13 +69,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted(SOURCE.rglob("*.py"))], ids=page_name)
+@pytest.mark.parametrize("page", [*PAGES, *MODULES], ids=page_name)
 def test_no_path_of_one_machine(page: Path) -> None:
     assert not ABSOLUTE.findall(page.read_text())
 
 
 def test_files_that_the_source_names_are_there() -> None:
-    for path in SOURCE.rglob("*.py"):
+    for path in MODULES:
         for name in re.findall(r"\b(?:docs|tests|bench|studies|native)/[\w/]+\.(?:md|py|cpp|h)\b", path.read_text()):
             assert (ROOT / name).exists(), f"{path.name} names {name}"
 
@@ -101,7 +100,7 @@ def test_the_table_of_rooms_names_every_file_of_the_package() -> None:
             assert (SOURCE / inside).exists(), f"{inside} is in the table and not in the package"
             folder = inside[: inside.rindex("/") + 1] if "/" in inside else ""
             named.add(inside)
-    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
+    files = {str(path.relative_to(SOURCE)) for path in MODULES if not path.name.startswith("__")}
     missing = {
         file
         for file in files
@@ -138,7 +137,7 @@ def test_every_note_that_the_code_cites_is_there() -> None:
     notes = re.compile(r"Note: \[([^\]]+)\](\n {4}|\n\S)?")
     known = set(re.findall(r"^\*\*\[([^\]]+)\]\*\*", (ROOT / "docs/understand/hazards.md").read_text(), re.MULTILINE))
     cited: dict[str, str] = {}
-    for path in [*SOURCE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+    for path in [*MODULES, *(ROOT / "tests").rglob("*.py")]:
         for line in re.findall(r"^ *Note: \[([^\]]+)\]$", path.read_text(), re.MULTILINE):
             known.add(line)  # defined in the module itself
         text = re.sub(r"\n\s*#?\s*", " ", path.read_text())
@@ -153,8 +152,8 @@ def test_every_result_that_a_page_links_to_has_a_date() -> None:
 
 
 def raised() -> Iterator[str]:
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in MODULES:
+        for node in nodes_of(path):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 yield ast.unparse(node.exc.func).rsplit(".", 1)[-1]
 
@@ -167,7 +166,7 @@ def test_every_error_is_raised_by_its_cause() -> None:
 
 
 def modules() -> list[str]:
-    paths = [path.relative_to(SOURCE.parent).with_suffix("") for path in SOURCE.rglob("*.py")]
+    paths = [path.relative_to(SOURCE.parent).with_suffix("") for path in MODULES]
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__")
 
 
@@ -191,8 +190,8 @@ def listed(docstring: str) -> Iterator[str]:
 def test_every_argument_in_a_docstring_has_a_name() -> None:
     """The site is built from them, and stops at a line that continues a description and is not indented."""
     found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in MODULES:
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = listed(ast.get_docstring(node) or "")
                 found += [

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import MODULES, SOURCE, dotted, nodes_of, run_nodes_of, tree_of
 
 pytestmark = pytest.mark.cases(10_000)  # they take little, and each file has to keep the rules
 
-SOURCE = Path(__file__).parents[1] / "src" / "backstash"
-MODULES = sorted(SOURCE.rglob("*.py"))
 COMPILE = sorted((SOURCE / "compile").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "common", "core", "helpers", "config", "manager"}
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("understand/architecture.md", "architecture.md")]
@@ -51,251 +51,77 @@ ALLOWED: dict[str, set[str]] = {
     "policies": {"arguments", "errors", "facade", "torch_internals", "saved", "numerics", "formulas", "codecs"},
     "papers": {"errors", "saved", "codecs", "policies"},
     "stash": {
-        "errors",
-        "graphs",
-        "torch_internals",
-        "saved",
-        "formulas",
-        "ops",
-        "interpreter",
-        "codecs",
-        "stores",
-        "policies.base",
+        *("errors", "graphs", "torch_internals", "saved", "formulas", "ops", "interpreter", "codecs", "stores"),
+        *("policies.base",),
     },
     "redeem": {"graphs", "torch_internals", "saved", "proofs", "formulas", "ops", "interpreter", "codecs", "stash"},
     "capture": {
-        "accelerator",
-        "errors",
-        "torch_internals",
-        "saved",
-        "repeatable",
-        "formulas",
-        "policies.base",
-        "interpreter",
-        "stash",
+        *("accelerator", "errors", "torch_internals", "saved", "repeatable", "formulas", "policies.base"),
+        *("interpreter", "stash"),
     },
     "remake": {
-        "accelerator",
-        "errors",
-        "graphs",
-        "repeatable",
-        "torch_internals",
-        "numerics",
-        "saved",
-        "proofs",
-        "ops",
-        "interpreter",
-        "codecs",
-        "policies.base",
-        "stash",
-        "capture",
+        *("accelerator", "errors", "graphs", "repeatable", "torch_internals", "numerics", "saved", "proofs"),
+        *("ops", "interpreter", "codecs", "policies.base", "stash", "capture"),
     },
     "gradient_error": {"accelerator", "torch_internals", "stash.ledger"},
     "replay": {
-        "errors",
-        "torch_internals",
-        "numerics",
-        "repeatable",
-        "saved",
-        "interpreter",
-        "ops",
-        "codecs",
-        "stores",
-        "policies.base",
-        "stash",
-        "remake",
-        "redeem",
-        "capture",
+        *("errors", "torch_internals", "numerics", "repeatable", "saved", "interpreter", "ops", "codecs"),
+        *("stores", "policies.base", "stash", "remake", "redeem", "capture"),
     },
     "session": {
-        "errors",
-        "graphs",
-        "torch_internals",
-        "saved",
-        "stores",
-        "arguments",
-        "policies",
-        "stash",
-        "capture",
-        "gradient_error",
+        *("errors", "graphs", "torch_internals", "saved", "stores", "arguments", "policies", "stash"),
+        *("capture", "gradient_error"),
     },
     "rewrites": {
-        "accelerator",
-        "bits",
-        "errors",
-        "torch_internals",
-        "saved",
-        "arguments",
-        "capture.modules",
-        "session",
+        *("accelerator", "bits", "errors", "torch_internals", "saved", "arguments", "capture.modules"),
+        *("session",),
     },
     "verifying": {
-        "accelerator",
-        "arguments",
-        "redeem.install",
-        "capture.checkpoints",
-        "capture.naming",
-        "capture.passes",
-        "capture.transforms",
-        "errors",
-        "policies",
-        "rewrites.state",
-        "saved",
-        "session",
-        "stash.html",
-        "torch_internals",
+        *("accelerator", "arguments", "redeem.install", "capture.checkpoints", "capture.naming"),
+        *("capture.passes", "capture.transforms", "errors", "policies", "rewrites.state", "saved", "session"),
+        *("stash.html", "torch_internals"),
     },
     "testing": {
-        "accelerator",
-        "bits",
-        "errors",
-        "saved",
-        "ops",
-        "codecs",
-        "stores",
-        "policies.base",
-        "stash.ledger",
-        "session",
-        "verifying",
+        *("accelerator", "bits", "errors", "saved", "ops", "codecs", "stores", "policies.base", "stash.ledger"),
+        *("session", "verifying"),
     },
     "planning": {
-        "accelerator",
-        "repeatable",
-        "arguments",
-        "bits",
-        "errors",
-        "graphs",
-        "torch_internals",
-        "saved",
-        "proofs",
-        "codecs",
-        "stores",
-        "policies",
-        "stash",
-        "remake",
-        "redeem",
-        "capture.leaving",
-        "capture.modules",
-        "capture.names",
-        "capture.naming",
-        "capture.passes",
-        "gradient_error",
-        "ops.backends",
-        "ops.cpu.library",
-        "session",
-        "rewrites.chunked_loss",
-        "rewrites.state",
-        "telling",
+        *("accelerator", "repeatable", "arguments", "bits", "errors", "graphs", "torch_internals", "saved"),
+        *("proofs", "codecs", "stores", "policies", "stash", "remake", "redeem", "capture.leaving"),
+        *("capture.modules", "capture.names", "capture.naming", "capture.passes", "gradient_error"),
+        *("ops.backends", "ops.cpu.library", "session", "rewrites.chunked_loss", "rewrites.state", "telling"),
     },
     "compile": {
-        "arguments",
-        "errors",
-        "torch_internals",
-        "version",
-        "saved",
-        "formulas",
-        "ops.cpu.library",
-        "ops.layout",
-        "codecs",
-        "policies",
-        "stash.ledger",
-        "stash.regions",
-        "stash.tables",
-        "planning.model.budget",
+        *("arguments", "errors", "torch_internals", "version", "saved", "formulas", "ops.cpu.library"),
+        *("ops.layout", "codecs", "policies", "stash.ledger", "stash.regions", "stash.tables"),
+        *("planning.model.budget",),
     },
     "integrations": {
-        "accelerator",
-        "arguments",
-        "errors",
-        "graphs",
-        "numerics",
-        "torch_internals",
-        "policies.base",
-        "stash.ledger",
-        "capture.leaving",
-        "capture.modules",
-        "session",
-        "planning.run.budgeted",
-        "compile",
+        *("accelerator", "arguments", "errors", "graphs", "numerics", "torch_internals", "policies.base"),
+        *("stash.ledger", "capture.leaving", "capture.modules", "session", "planning.run.budgeted", "compile"),
     },
     "forecast": {
-        "errors",
-        "formulas",
-        "torch_internals",
-        "saved",
-        "repeatable",
-        "capture.naming",
-        "planning",
-        "integrations.launcher",
-        "telling",
+        *("errors", "formulas", "torch_internals", "saved", "repeatable", "capture.naming", "planning"),
+        *("integrations.launcher", "telling"),
     },
     "report": {
-        "accelerator",
-        "arguments",
-        "errors",
-        "version",
-        "torch_internals",
-        "saved",
-        "interpreter",
-        "ops",
-        "codecs",
-        "policies",
-        "stash",
-        "capture.passes",
-        "session",
-        "testing",
-        "verifying",
-        "integrations",
-        "planning.model.budget",
-        "planning.model.trace",
-        "planning.search.schedule",
-        "planning.model.problem",
-        "planning.model.decision",
+        *("accelerator", "arguments", "errors", "version", "torch_internals", "saved", "interpreter", "ops"),
+        *("codecs", "policies", "stash", "capture.passes", "session", "testing", "verifying", "integrations"),
+        *("planning.model.budget", "planning.model.trace", "planning.search.schedule"),
+        *("planning.model.problem", "planning.model.decision"),
     },
     "demos": {
-        "bits",
-        "errors",
-        "session",
-        "stash.buffers",
-        "stash.tables",
-        "planning.measure.profiling",
-        "planning.model.plan",
-        "planning.search.largest",
-        "planning.search.planner",
-        "policies.offloading",
-        "report.meter",
-        "stores",
+        *("bits", "errors", "session", "stash.buffers", "stash.tables", "planning.measure.profiling"),
+        *("planning.model.plan", "planning.search.largest", "planning.search.planner", "policies.offloading"),
+        *("report.meter", "stores"),
     },
     "backstash": {
-        "errors",
-        "version",
-        "saved",
-        "facade",
-        "codecs",
-        "stores",
-        "policies",
-        "papers",
-        "redeem.install",
-        "remake.remaking",
-        "replay.replaying",
-        "session",
-        "planning.run.hidden",
+        *("errors", "version", "saved", "facade", "codecs", "stores", "policies", "papers", "redeem.install"),
+        *("remake.remaking", "replay.replaying", "session", "planning.run.hidden"),
     },
     "cli": {
-        "errors",
-        "version",
-        "torch_internals",
-        "policies",
-        "stash.ledger",
-        "stash.tables",
-        "compile",
-        "integrations",
-        "planning",
-        "report",
-        "verifying",
-        "telling",
-        "demos",
-        "forecast",
+        *("errors", "version", "torch_internals", "policies", "stash.ledger", "stash.tables", "compile"),
+        *("integrations", "planning", "report", "verifying", "telling", "demos", "forecast"),
     },
     "__main__": {"cli"},
 }
@@ -339,7 +165,7 @@ PLANNING: dict[str, set[str]] = {
 def public_names(name: str) -> set[str]:
     """The names in ``__all__`` of a module of the package; of one without, what it defines without an underscore."""
     path = SOURCE.joinpath(*name.split(".")) if name else SOURCE
-    body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
+    body = tree_of(path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).body
     assigned = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
     if "__all__" in assigned:
         return set(ast.literal_eval(assigned["__all__"]))
@@ -359,16 +185,8 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def parsed(path: Path) -> ast.Module:
-    """The source of a file without its imports for type annotations alone."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    return tree
-
-
-def imports(path: Path, anywhere: bool = True, annotations: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, anywhere: bool = True, annotations: bool = False) -> tuple[str, ...]:
     """The modules of the package that a file imports, and the names that it imports from them, without ``backstash.``.
 
     Args:
@@ -376,8 +194,9 @@ def imports(path: Path, anywhere: bool = True, annotations: bool = False) -> Ite
         anywhere: whether imports inside functions count as well.
         annotations: whether imports for type annotations alone count as well, which needs ``anywhere``.
     """
-    tree = ast.parse(path.read_text()) if annotations else parsed(path)
-    for node in ast.walk(tree) if anywhere else tree.body:
+    nodes = nodes_of(path) if annotations else run_nodes_of(path)
+    found: list[str] = []
+    for node in nodes if anywhere else tree_of(path).body:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -385,7 +204,8 @@ def imports(path: Path, anywhere: bool = True, annotations: bool = False) -> Ite
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from (name.removeprefix("backstash.") for name in names if name.split(".")[0] == "backstash")
+        found += [name.removeprefix("backstash.") for name in names if name.split(".")[0] == "backstash"]
+    return tuple(found)
 
 
 def reached(paths: Iterable[Path], anywhere: bool, annotations: bool = False) -> dict[str, set[str]]:
@@ -521,10 +341,10 @@ def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
     """Private members of tensors and nodes are allowed; private names of torch's own modules are not."""
     if unit(path) == "torch_internals":
         return
-    for node in ast.walk(parsed(path)):
+    for node in run_nodes_of(path):
         names = []
         if isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
+            names = [dotted(node)]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -540,7 +360,7 @@ def test_studies_stand_on_benchmarks_and_these_on_the_package() -> None:
     below = {"bench": {"studies"}, "tests/networks": {"studies", "bench"}, "src": {"studies", "bench", "tests"}}
     for folder, forbidden in below.items():
         for path in (root / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
                 names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 found = {name.split(".")[0] for name in names} & forbidden
@@ -560,7 +380,7 @@ def test_a_codec_knows_of_no_store_session_or_policy() -> None:
 def test_a_store_never_decodes() -> None:
     for path in (SOURCE / "stores").glob("*.py"):
         assert not [name for name in imports(path) if within(name, {"codecs"}) and not within(name, {"codecs.base"})]
-        called = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        called = [node for node in nodes_of(path) if isinstance(node, ast.Attribute)]
         assert not [node for node in called if node.attr in ("encode", "decode")], path
 
 
@@ -576,7 +396,7 @@ def test_no_two_public_definitions_share_a_name() -> None:
     for path in MODULES:
         parts = module(path).split(".")
         if not {"reference", "cpu", "triton"} & set(parts) and parts[-1] != "cuda":  # which have the same kernels
-            for node in ast.parse(path.read_text()).body:
+            for node in tree_of(path).body:
                 if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
                     found.setdefault(node.name, []).append(module(path))
     shared = {name: places for name, places in found.items() if len(places) > 1}
@@ -591,7 +411,7 @@ def test_names_say_what_is_inside(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=identifier)
 def test_a_module_says_at_once_what_a_reader_finds(path: Path) -> None:
-    first = (ast.get_docstring(parsed(path)) or "").partition("\n")[0]
+    first = (ast.get_docstring(tree_of(path)) or "").partition("\n")[0]
     assert first.endswith((".", ":")) and not re.match(r"(What|Which|How|Whether|Who|When|Where|Why|By how)\b", first)
 
 

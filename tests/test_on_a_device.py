@@ -10,14 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from sources import MODULES, ROOT, SOURCE, nodes_of
 
-ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "tests" / "device").glob("test_*.py"))
-SOURCE = ROOT / "src" / "backstash"
 COMPILER = os.environ.get("CXX", "g++")
 
 OF_CUDA_ALONE = {
@@ -53,9 +52,9 @@ def test_on_the_fake_device(file: Path, which: str, request: pytest.FixtureReque
     assert ran.returncode == 0 or nothing_is_chosen, f"{ran.stdout}\n{ran.stderr}"
 
 
-def _uses_of_cuda(tree: ast.AST) -> Iterator[int]:
+def _uses_of_cuda(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yields the lines that name CUDA: ``"cuda"`` as a value, ``torch.cuda`` and ``is_cuda``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         is_text = isinstance(node, ast.Constant) and node.value in ("cuda", "CUDA")
         if is_text or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")):
             yield node.lineno
@@ -63,9 +62,9 @@ def _uses_of_cuda(tree: ast.AST) -> Iterator[int]:
 
 def test_sources_ask_for_an_accelerator_and_not_for_cuda() -> None:
     found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in MODULES:
         name = path.relative_to(SOURCE).as_posix()
         if not name.startswith(tuple(OF_CUDA_ALONE)):
-            found[name] = list(_uses_of_cuda(ast.parse(path.read_text())))
+            found[name] = list(_uses_of_cuda(nodes_of(path)))
     named = {name: lines for name, lines in found.items() if lines}
     assert not named, "ask backstash.accelerator instead, or whether a device is something other than the CPU"
