@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from fresh import run_fresh
 
 SOURCE = Path(__file__).parents[1] / "src" / "backstash"
 PLUGGED_IN = {"remake", "redeem", "replay"}
@@ -14,6 +14,7 @@ ABOVE = PLUGGED_IN | {"planning", "compile", "papers", "integrations", "report",
 
 ALONE = """
 import json, sys, types
+from contextlib import nullcontext
 package = types.ModuleType("backstash")  # whose own file would plug in everything
 package.__path__ = [{source!r}]
 sys.modules["backstash"] = package
@@ -32,11 +33,8 @@ def steps(session):
     for number in range(6):
         x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
-        if session is None:
+        with session or nullcontext():
             loss = model(x).logsumexp(1).mean()
-        else:
-            with session:
-                loss = model(x).logsumexp(1).mean()
         loss.backward()
         yield [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
@@ -67,7 +65,8 @@ def alone() -> tuple[bool, list[str], float, int, list[str]]:
         ones were loaded in the end.
     """
     script = ALONE.format(source=str(SOURCE))
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ran = run_fresh(script)
+    assert ran.returncode == 0, ran.stderr
     is_equal, codecs, ratio, imported, loaded = json.loads(ran.stdout)
     return is_equal, codecs, ratio, imported, loaded
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fresh import run_fresh
 
 import backstash
 from backstash import codecs, ops, policies, stores
@@ -68,8 +67,8 @@ def test_the_ids_of_codecs_are_known_before_their_classes_are_imported() -> None
 
 
 def run(script: str) -> None:
-    """Runs a script of Python, in which nothing is imported yet."""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    """Runs a script of Python, in which nothing of the package is imported yet."""
+    ran = run_fresh(script)
     assert ran.returncode == 0, ran.stderr
 
 

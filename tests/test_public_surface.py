@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from fresh import run_fresh
 
 import backstash
 
@@ -41,7 +42,8 @@ HEAVY = {
 }
 
 SCRIPT = """
-import json, sys, torch
+import json, sys, torch, warnings
+warnings.simplefilter("error")
 before = set(sys.modules)
 import backstash, backstash.testing
 print(json.dumps({"cuda": torch.cuda.is_initialized(), "modules": sorted(set(sys.modules) - before)}))
@@ -60,7 +62,7 @@ def test_no_other_name_but_modules() -> None:
 
 
 def test_importing_starts_nothing_and_brings_nothing_heavy() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False)
+    done = run_fresh(SCRIPT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["cuda"] is False

@@ -7,20 +7,16 @@ import json
 import os
 import re
 import stat
-import subprocess
-import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from fresh import run_fresh
+from sources import MODULES, ROOT, SOURCE, nodes_of
 
 from backstash import BackstashError, Plan
 from backstash.planning.model.sealed import VERSION
 from backstash.stores.file import UnnamedFile
-
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "backstash"
-MODULES = sorted(SOURCE.rglob("*.py"))
 
 NETWORK = {
     *("socket", "socketserver", "ssl", "select", "selectors", "asyncio", "urllib", "http", "ftplib", "smtplib"),
@@ -49,20 +45,24 @@ STARTING = {
 """Where other programs are started; SECURITY.md names them."""
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """The first names of all modules that a file imports, inside functions and by name as well."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[str] = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield (node.module or "").split(".")[0]
+            found.append(node.module or "")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTING:
-            yield from (str(word.value).split(".")[0] for word in node.args[:1] if isinstance(word, ast.Constant))
+            found += [str(word.value) for word in node.args[:1] if isinstance(word, ast.Constant)]
+    return frozenset(name.split(".")[0] for name in found)
 
 
+@cache
 def called(path: Path) -> set[str]:
     """The functions that a file calls, as they are written."""
-    return {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    return {ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call)}
 
 
 def relative(path: Path) -> str:
@@ -75,7 +75,7 @@ def where(*functions: str) -> set[str]:
 
 
 def test_no_module_imports_one_for_the_network() -> None:
-    found = {relative(path): set(imported(path)) & NETWORK for path in MODULES}
+    found = {relative(path): imported(path) & NETWORK for path in MODULES}
     assert len(found) > 200
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -83,10 +83,10 @@ def test_no_module_imports_one_for_the_network() -> None:
 def test_an_import_of_one_for_the_network_would_be_found(tmp_path: Path) -> None:
     lines = ["import socket", "from urllib.request import urlopen", "def f(): import requests", "import http.client"]
     lines.append("importlib.import_module('httpx')")
-    for line in lines:
-        file = tmp_path / "module.py"
+    for number, line in enumerate(lines):
+        file = tmp_path / f"module{number}.py"
         file.write_text(line)
-        assert set(imported(file)) & NETWORK, line
+        assert imported(file) & NETWORK, line
 
 
 def test_training_opens_no_connection() -> None:
@@ -112,7 +112,7 @@ for session in (bs.Session("lossless", min_nbytes=0), bs.Session("offload", min_
 profile = bs.profile(lambda: model(x).square().mean().backward(), model)
 print(len(bs.plan(profile, "4MiB").to_json()))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run_fresh(program)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
 
@@ -129,7 +129,7 @@ def test_nothing_is_unpickled_but_what_inductor_or_a_process_of_our_own_has_writ
     )
     assert where(*loads) == UNPICKLING
     assert "torch.load(kept, weights_only=True)" in (SOURCE / "report" / "verified.py").read_text()
-    assert not any({"marshal", "shelve", "dill", "cloudpickle", "joblib"} & set(imported(path)) for path in MODULES)
+    assert not any({"marshal", "shelve", "dill", "cloudpickle", "joblib"} & imported(path) for path in MODULES)
 
 
 def test_text_is_run_in_two_places_only() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh import run_fresh
 
 from backstash import interpreter
 
@@ -20,13 +18,18 @@ PAGE = ROOT / "docs" / "understand" / "architecture.md"
 STATION = re.compile(r"^\d+\. `([\w/]+\.py)`, `(\w+)`: ", re.MULTILINE)
 
 
+TRIP = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests import trips
+print(json.dumps(trips.TRIPS[sys.argv[1]]()))
+"""
+
+
 @cache
-def traced(name: str, kernels: str = "reference") -> dict[str, Any]:
+def traced(name: str, kernels: str) -> dict[str, Any]:
     """What a trip has entered. Of compiled functions the interpreter of Python keeps no record."""
-    settings = {**os.environ, "BACKSTASH_KERNELS": kernels}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.trips", name], capture_output=True, text=True, check=False, cwd=ROOT, env=settings
-    )
+    run = run_fresh(TRIP, name, BACKSTASH_KERNELS=kernels)
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
@@ -53,7 +56,7 @@ def test_a_trip_goes_as_it_is_told(name: str, stretch: str) -> None:
 
 
 def test_a_repeated_step_asks_neither_the_needs_nor_the_policy() -> None:
-    stations, repeated = STATION.findall(told("relu")), traced("relu")["repeated"]["functions"]
+    stations, repeated = STATION.findall(told("relu")), traced("relu", "reference")["repeated"]["functions"]
     skipped = [at for at, station in enumerate(stations, 1) if list(station) not in repeated]
     assert [f"without {' and '.join(map(str, skipped))}"] == re.findall(r"without [\d and]+\d", told("relu"))
     in_order([station for at, station in enumerate(stations, 1) if at not in skipped], repeated)
@@ -62,7 +65,7 @@ def test_a_repeated_step_asks_neither_the_needs_nor_the_policy() -> None:
 def test_no_step_enters_more_files_than_is_told() -> None:
     """How many a run within a budget enters depends on its plan, and so on what was measured."""
     (most,) = re.findall(r"enters at most (\d+) files", told("relu"))
-    assert max(stretch["files"] for stretch in traced("relu").values()) <= int(most)
+    assert max(stretch["files"] for stretch in traced("relu", "reference").values()) <= int(most)
 
 
 @pytest.mark.skipif(interpreter.module is None, reason="the interpreter of scripts is not built")

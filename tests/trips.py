@@ -64,8 +64,8 @@ def relu() -> dict[str, Any]:
     import backstash as bs
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 31 * 31, 2))
-    batch = torch.randn(8, 3, 64, 64)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 15 * 15, 2))
+    batch = torch.randn(4, 3, 32, 32)
     session = bs.Session("lossless", model=model, min_nbytes=0, stop_if_useless=False)
 
     def step() -> None:

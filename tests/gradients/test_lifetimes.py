@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh import run_fresh
 from gradient_checks import Everything, difference, differences
 from session_checks import by_policy, gradients_of, holds_nothing, hooks_installed, images, network
 from torch import Tensor, nn
@@ -265,5 +264,5 @@ print("done")
 
 def test_a_model_is_freed_where_the_collector_was_off_for_many_sessions() -> None:
     """Note: [no callbacks] in stash/parameters.py."""
-    run = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=False)
+    run = run_fresh(FREED)
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr

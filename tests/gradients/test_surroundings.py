@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh import run_fresh
 from gradient_checks import Everything, Remake, difference, differences
-from session_checks import by_policy, codecs_used, gradients_of, holds_nothing, images, network
+from session_checks import assert_same, by_policy, codecs_used, gradients_of, holds_nothing, images, network, run_step
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from backstash import Policy, Session
-from backstash.errors import (
-    SessionError,
-)
+from backstash.errors import SessionError
 from backstash.torch_internals import hooks_around_checkpoints
 
 
@@ -128,7 +125,7 @@ print("done")
 
 @pytest.mark.parametrize("mode", ["flops", "fake", "decomposes", "sees"])
 def test_the_first_session_of_a_process_is_made_inside_a_dispatch_mode(mode: str) -> None:
-    run = subprocess.run([sys.executable, "-c", UNDER_A_MODE, mode], capture_output=True, text=True, check=False)
+    run = run_fresh(UNDER_A_MODE, mode)
     assert run.stdout == "done\n", run.stderr
 
 
@@ -190,20 +187,10 @@ def test_checkpoint_inside_a_session(policy: str | Policy, reentrant: bool, insi
             h = checkpoint(model[2:6], h, use_reentrant=reentrant)
             return checkpoint(model[6:], h, use_reentrant=reentrant).square().sum()
 
-        if session is None:
-            forward().backward()
-        elif inside:
-            with session:
-                forward().backward()
-        else:
-            with session:
-                loss = forward()
-            loss.backward()
+        run_step(forward, session, inside)
         return [x.grad, *gradients_of(model)]
 
-    session = Session(policy, min_nbytes=0)
-    assert not differences(run(None), run(session))
-    assert holds_nothing(session)
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 @by_policy
@@ -229,9 +216,7 @@ def test_selective_checkpoint_inside_a_session(policy: str | Policy, asks_hooks:
         loss.backward()
         return [x.grad, *gradients_of(model)]
 
-    session = Session(policy, min_nbytes=0)
-    assert not differences(run(None), run(session))
-    assert holds_nothing(session)
+    assert_same(run, Session(policy, min_nbytes=0))
 
 
 ASKS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -575,12 +560,7 @@ def test_two_sessions_in_two_threads() -> None:
         for _ in range(20):
             x = torch.randn(32, 64, generator=generator)
             model.zero_grad()
-            if session is None:
-                model(x).square().sum().backward()
-            else:
-                with session:
-                    loss = model(x).square().sum()
-                loss.backward()
+            run_step(lambda x=x: model(x).square().sum(), session)
             found.extend(gradients_of(model))
         return found
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from fresh import run_fresh
 
 RECORDS = """
 import threading, torch
@@ -42,19 +40,14 @@ for _ in range(40):
 """
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of its own."""
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("end", ENDS)
 def test_a_program_that_ends_in_a_record_ends_well(end: str) -> None:
-    ran = run(RECORDS + ENDS[end])
+    ran = run_fresh(RECORDS + ENDS[end])
     assert ran.returncode == 0, ran.stderr
 
 
 def test_a_training_that_ends_in_a_recorded_step_ends_well() -> None:
-    ran = run(TRAINS)
+    ran = run_fresh(TRAINS)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "recorded\n"
 
@@ -90,5 +83,5 @@ last = Last()
 
 @pytest.mark.parametrize("steps", [0, 1, 4, 12, 40])
 def test_a_budget_that_is_dropped_when_its_modules_are_empty_says_nothing(steps: int) -> None:
-    ran = subprocess.run([sys.executable, "-c", IN_FUNCTIONS, str(steps)], capture_output=True, text=True, check=False)
+    ran = run_fresh(IN_FUNCTIONS, str(steps))
     assert ran.returncode == 0 and ran.stderr == ""

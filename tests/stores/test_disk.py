@@ -6,7 +6,6 @@ import gc
 import mmap
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh import run_fresh
 from store_values import Everywhere, comes_back, value
 from torch import nn
 
@@ -307,13 +307,14 @@ def test_a_lost_value_ends_the_backward_pass_with_its_name(store: DiskStore) -> 
 
 
 FORKED = """
-import os, sys, traceback
+import os, sys, traceback, warnings
 import torch
 from torch import nn
 import backstash as bs
 from backstash.errors import StoreError
 from backstash.stores import DiskStore
 
+warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Sigmoid(), nn.Linear(256, 4))
@@ -382,7 +383,6 @@ print("done")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("state", ["unused", "used", "in use"])
 def test_forked_processes_have_files_of_their_own(state: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path), state]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    run = run_fresh(FORKED, str(tmp_path), state)
     assert run.stdout == "done\n", run.stderr[-3000:]
     assert not list(tmp_path.iterdir())
