@@ -25,12 +25,12 @@ Note: [functions in Python]
 
 Note: [saved in known calls]
     For each tensor that autograd saves, torch asks its engine for hooks, and those of Python hand Python's lock over a
-    dozen times until the tensor is dropped again. So as long as a known call of a settled pass runs, an engine stands in
-    the place of torch's that gives hooks in C++ (native/replay/saving.cpp). They compare at once how the tensor looks,
-    and put it aside with its version and node; what else has its memory is compared when the call has returned, or when
-    anything looks at the pass before. Then all are taken in, in order. Where one looks otherwise, and where the innermost
-    hooks are the program's, or a backward pass, a dispatch mode or a transform runs inside of the call, torch asks
-    Python's hooks as before. What backward reads of parameters and small tensors takes no lock either.
+    dozen times until the tensor is dropped again. So as long as a known call of a settled pass runs, an engine stands
+    in the place of torch's that gives hooks in C++ (native/replay/saving.cpp). They compare at once how the tensor
+    looks, and put it aside with its version and node; what else has its memory is compared when the call has returned,
+    or when anything looks at the pass before. Then all are taken in, in order. Where one looks otherwise, and where the
+    innermost hooks are the program's, or a backward pass, a dispatch mode or a transform runs inside of the call, torch
+    asks Python's hooks as before. What backward reads of parameters and small tensors takes no lock either.
 
 Note: [between passes]
     Behind a known pass come the gradients' norm, an optimizer's step, an evaluation: thousands of calls in which grad
