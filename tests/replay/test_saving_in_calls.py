@@ -1,4 +1,4 @@
-"""What autograd saves in a call of a settled pass, in which the program does more than it did before."""
+"""Saved tensors of a call of a settled pass, in which the program does more than it did before."""
 
 from __future__ import annotations
 
