@@ -3,6 +3,7 @@
 #include "replayer.h"
 #include "transforms.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -19,11 +20,11 @@ PyObject* name_of(const char* text) {
 
 Object attribute(PyObject* object, PyObject* name) { return Object::taken(PyObject_GetAttr(object, name)); }
 
-bool is_common(PyObject* object) {
-    if (!is_plain(object)) return false;
-    const at::Tensor& x = THPVariable_Unpack(object);
+bool is_common(const at::Tensor& x) {
     return x.layout() == at::kStrided && !x.is_nested() && !x.is_inference() && x.has_storage();
 }
+
+bool is_common(PyObject* object) { return is_plain(object) && is_common(THPVariable_Unpack(object)); }
 
 void add_to(PyObject* counted, Py_ssize_t index, int64_t more) {
     const int64_t now = PyLong_AsLongLong(PyList_GET_ITEM(counted, index)) + more;
@@ -51,7 +52,190 @@ bool is_as_it_was(PyObject* packed) {
     return THPVariable_Unpack(original).storage().unsafeGetStorageImpl() == x.storage().unsafeGetStorageImpl();
 }
 
+// What the hooks of an idle Session share, and what outlives it.
+struct Sharing {
+    ~Sharing() {
+        if (unpack == nullptr || !Py_IsInitialized()) return;
+        const WithGil locked;
+        Py_DECREF(unpack);
+    }
+    std::atomic<bool> is_ready = false;   // nothing has to be called before a tensor is held
+    std::atomic<bool> is_simple = false;  // as of Reading
+    std::atomic<int64_t> count = 0, nbytes = 0;
+    PyObject* unpack = nullptr;
+};
+
+// The pack hook of an idle Session. Torch calls it where HoldingHook does not do.
+struct Holder {
+    PyObject_HEAD
+    PyObject* holding;
+    std::shared_ptr<Sharing> shared;
+};
+
+Holder& holder_of(PyObject* object) { return *reinterpret_cast<Holder*>(object); }
+
+// What autograd has in the place of a tensor that an idle Session holds: the same without an object of Python.
+class HoldingHook final : public torch::autograd::SavedVariableHooks {
+public:
+    explicit HoldingHook(std::shared_ptr<Sharing> shared) : shared_(std::move(shared)) {}
+
+    ~HoldingHook() override {
+        if (packed_ == nullptr || !Py_IsInitialized()) return;
+        const WithGil locked;
+        Py_DECREF(packed_);
+    }
+
+    void call_pack_hook(const at::Tensor& x) override {
+        if (!shared_->is_ready || !is_plain(x) || !is_common(x) || is_traced()) {
+            const WithGil locked;
+            const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack.top();
+            packed_ = call(hooks.first.ptr(getPyInterpreter()), wrapped(x).get()).release();
+            return;
+        }
+        shared_->count.fetch_add(1, std::memory_order_relaxed);
+        shared_->nbytes.fetch_add(static_cast<int64_t>(x.nbytes()), std::memory_order_relaxed);
+        version_ = version_of(x);
+        is_itself_ = is_leaf_of_graph(x);
+        held_ = is_itself_ ? x : detached(x);
+        if (!is_itself_) original_ = c10::weak_intrusive_ptr<at::TensorImpl>(x.getIntrusivePtr());
+    }
+
+    at::Tensor call_unpack_hook() override {
+        if (packed_ == nullptr && shared_->is_simple && is_as_it_was()) {
+            const bool may_be_claimed = held_.dim() == 2 && is_in_backward();
+            if (!may_be_claimed) return held_;
+        }
+        const WithGil locked;
+        Object original;
+        const Object packed = as_packed(original);
+        const Object read = call(shared_->unpack, packed.get());
+        TORCH_CHECK_TYPE(THPVariable_Check(read.get()), "a saved tensor was unpacked to something else than a tensor");
+        return THPVariable_Unpack(read.get());
+    }
+
+    std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
+        const WithGil locked;
+        Object original;
+        Object packed = as_packed(original);
+        return std::make_pair(shared_with_torch(Object(shared_->unpack)), shared_with_torch(std::move(packed)));
+    }
+
+private:
+    // As hold returns it. The object of the original has to be there as long as that is read.
+    Object as_packed(Object& original) const {
+        if (packed_ != nullptr) return Object(packed_);
+        Object weak(Py_None);
+        if (auto impl = is_itself_ ? c10::intrusive_ptr<at::TensorImpl>() : original_.lock()) {
+            original = wrapped(at::Tensor(std::move(impl)));
+            weak = Object::taken(PyWeakref_NewRef(original.get(), nullptr));
+        }
+        const Object version = Object::taken(PyLong_FromLongLong(version_));
+        return Object::taken(untracked(PyTuple_Pack(3, wrapped(held_).get(), version.get(), weak.get())));
+    }
+
+    bool is_as_it_was() const {
+        if (version_of(held_) != version_) return false;
+        if (class_of(held_) == ParameterClass) return true;
+        if (held_.storage().nbytes() == 0) return false;
+        const auto impl = is_itself_ ? c10::intrusive_ptr<at::TensorImpl>() : original_.lock();
+        if (!impl) return true;
+        const at::Tensor original(impl);
+        return is_plain(original) && is_common(original) && storage_of(original) == storage_of(held_);
+    }
+
+    std::shared_ptr<Sharing> shared_;
+    at::Tensor held_;
+    c10::weak_intrusive_ptr<at::TensorImpl> original_{c10::intrusive_ptr<at::TensorImpl>()};
+    int64_t version_ = 0;
+    bool is_itself_ = false;
+    PyObject* packed_ = nullptr;  // what Python holds in its place
+};
+
+PyObject* make_holder(PyTypeObject* type, PyObject* args, PyObject*) {
+    HANDLE_TH_ERRORS
+    PyObject *holding, *unpack;
+    if (!PyArg_ParseTuple(args, "OO", &holding, &unpack)) return nullptr;
+    Object made = Object::taken(type->tp_alloc(type, 0));
+    Holder& holder = holder_of(made.get());
+    new (&holder.shared) std::shared_ptr<Sharing>(std::make_shared<Sharing>());
+    holder.holding = Py_NewRef(holding);
+    holder.shared->unpack = Py_NewRef(unpack);
+    return made.release();
+    END_HANDLE_TH_ERRORS
+}
+
+int traverse_holder(PyObject* object, visitproc visit, void* arg) {
+    const Holder& holder = holder_of(object);
+    Py_VISIT(holder.holding);
+    if (holder.shared != nullptr && holder.shared.use_count() == 1) Py_VISIT(holder.shared->unpack);
+    return 0;
+}
+
+int clear_holder(PyObject* object) {
+    Py_CLEAR(holder_of(object).holding);
+    const auto shared = std::move(holder_of(object).shared);
+    return 0;
+}
+
+void free_holder(PyObject* object) {
+    PyObject_GC_UnTrack(object);
+    clear_holder(object);
+    holder_of(object).shared.~shared_ptr();
+    Py_TYPE(object)->tp_free(object);
+}
+
+PyObject* call_holder(PyObject* self, PyObject* args, PyObject*) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(PyTuple_GET_SIZE(args) == 1, "a pack hook takes a tensor");
+    return hold(holder_of(self).holding, PyTuple_GET_ITEM(args, 0));
+    END_HANDLE_TH_ERRORS
+}
+
+// How many tensors were held since this was asked last, and their bytes.
+PyObject* held_since(PyObject* self, PyObject*) {
+    Sharing& shared = *holder_of(self).shared;
+    return Py_BuildValue("(LL)", static_cast<long long>(shared.count.exchange(0)),
+                         static_cast<long long>(shared.nbytes.exchange(0)));
+}
+
+PyObject* tell_holder(PyObject* self, PyObject* args) {
+    Sharing& shared = *holder_of(self).shared;
+    PyObject *is_ready, *is_simple;
+    if (!PyArg_ParseTuple(args, "OO", &is_ready, &is_simple)) return nullptr;
+    shared.is_ready = is_ready == Py_True;
+    shared.is_simple = is_simple == Py_True;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef holder_methods[] = {
+    {"held_since", held_since, METH_NOARGS, "How many tensors were held since this was asked last, and their bytes."},
+    {"tell", tell_holder, METH_VARARGS, "Whether nothing is to be called before a tensor is held, and all reads are simple."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 }  // namespace
+
+PyTypeObject holder_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+bool make_holder_type() {
+    holder_type.tp_name = "backstash.interpreter._replay.Holder";
+    holder_type.tp_basicsize = sizeof(Holder);
+    holder_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+    holder_type.tp_new = make_holder;
+    holder_type.tp_dealloc = free_holder;
+    holder_type.tp_traverse = traverse_holder;
+    holder_type.tp_clear = clear_holder;
+    holder_type.tp_call = call_holder;
+    holder_type.tp_methods = holder_methods;
+    return PyType_Ready(&holder_type) == 0;
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> hook_that_holds() {
+    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
+    if (hooks.stack.empty() || hooks.is_tracing) return nullptr;
+    PyObject* const pack = hooks.stack.top().first.ptr(getPyInterpreter());
+    return Py_TYPE(pack) == &holder_type ? std::make_unique<HoldingHook>(holder_of(pack).shared) : nullptr;
+}
 
 PyObject *HoldReference = nullptr, *ReadReference = nullptr;
 
@@ -75,9 +259,9 @@ PyObject* hold(PyObject* holding, PyObject* object) {
     add_to(counted.get(), 1, static_cast<int64_t>(x.nbytes()));
     const Object version = Object::taken(PyLong_FromLongLong(static_cast<int64_t>(x._version())));
     if (x.requires_grad() && x.is_leaf()) return untracked(PyTuple_Pack(3, object, version.get(), Py_None));
-    const Object detached = Object::taken(THPVariable_Wrap(x.detach()));
+    const Object alias = wrapped(detached(x));
     const Object original = Object::taken(PyWeakref_NewRef(object, nullptr));
-    return untracked(PyTuple_Pack(3, detached.get(), version.get(), original.get()));
+    return untracked(PyTuple_Pack(3, alias.get(), version.get(), original.get()));
 }
 
 PyObject* read(PyObject* reading, PyObject* packed) {

@@ -534,6 +534,16 @@ PyObject* read_one(PyObject*, PyObject* const* args, Py_ssize_t number) {
     END_HANDLE_TH_ERRORS
 }
 
+PyObject* begin_standing_in(PyObject*, PyObject*) {
+    stand_in();
+    Py_RETURN_NONE;
+}
+
+PyObject* end_standing_in(PyObject*, PyObject*) {
+    stand_back();
+    Py_RETURN_NONE;
+}
+
 PyObject* is_traced_now(PyObject*, PyObject*) { return PyBool_FromLong(is_traced()); }
 
 PyObject* is_odd_tensor(PyObject*, PyObject* x) {
@@ -577,6 +587,8 @@ PyMethodDef functions[] = {
      "torch's function of that name, without Python in passes that are known."},
     {"hold", BACKSTASH_FAST(hold_one), METH_FASTCALL, "Holds a tensor with its version: see held.Holding."},
     {"read", BACKSTASH_FAST(read_one), METH_FASTCALL, "Reads what was held: see held.Reading."},
+    {"stand_in", begin_standing_in, METH_NOARGS, "Torch asks here for the hooks of an idle Session, until stand_back."},
+    {"stand_back", end_standing_in, METH_NOARGS, "It does no longer."},
     {"is_traced", is_traced_now, METH_NOARGS, "See torch_internals.is_traced."},
     {"is_odd", is_odd_tensor, METH_O, "See saved.is_odd."},
     {"owns_memory", owns_memory, METH_O, "See saved.owns_memory."},
@@ -602,7 +614,8 @@ bool make_types() {
     replayer_type.tp_clear = replayer_clear;
     replayer_type.tp_methods = replayer_methods;
     replayer_type.tp_getset = replayer_attributes;
-    return PyType_Ready(&packed_type) == 0 && PyType_Ready(&replayer_type) == 0 && make_lock_type();
+    return PyType_Ready(&packed_type) == 0 && PyType_Ready(&replayer_type) == 0 && make_lock_type() &&
+           make_holder_type();
 }
 
 }  // namespace
@@ -620,6 +633,7 @@ PyMODINIT_FUNC PyInit__replay() {
     const bool is_whole = backstash::replay::ParameterClass != nullptr &&
                           PyModule_AddStringConstant(module, "TORCH", TORCH_VERSION) == 0 &&
                           PyModule_AddObjectRef(module, "Replayer", reinterpret_cast<PyObject*>(&replayer_type)) == 0 &&
-                          PyModule_AddObjectRef(module, "Lock", reinterpret_cast<PyObject*>(&lock_type)) == 0;
+                          PyModule_AddObjectRef(module, "Lock", reinterpret_cast<PyObject*>(&lock_type)) == 0 &&
+                          PyModule_AddObjectRef(module, "Holder", reinterpret_cast<PyObject*>(&holder_type)) == 0;
     return is_whole ? module : nullptr;
 }

@@ -3,6 +3,9 @@
 
 #include "run.h"
 
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
 namespace backstash::replay {
 
 struct Replayer {
@@ -18,11 +21,13 @@ struct Replayer {
 
 extern PyObject *ParameterClass, *ScalarOf, *HoldReference, *ReadReference;
 
-extern PyTypeObject lock_type;
+extern PyTypeObject lock_type, holder_type;
 bool make_lock_type();
+bool make_holder_type();
 
 bool is_plain(PyObject* object);     // a Tensor or a Parameter, of no class of the program
 bool is_plain(const at::Tensor& x);
+inline bool is_leaf_of_graph(const at::Tensor& x) { return x.requires_grad() && x.is_leaf(); }
 bool is_parameter(const at::Tensor& x);  // of the model, or a view of one
 bool is_ordinary(const at::Tensor& x);   // of memory in strides, without flags that change what it says
 bool is_odd(const at::Tensor& x);    // see saved.is_odd
@@ -35,6 +40,33 @@ PyObject* call_function(Replayer& replayer, PyObject* function, PyObject* args, 
 // Outside of a pass: what is made again from memory that the function may change, or hands on, is held again. Whether the
 // long way need not hear of the call: Note: [between passes] in replay/replaying.py.
 bool concerns_nobody(Replayer& replayer, PyObject* function, PyObject* args, PyObject* kwargs);
+
+class WithGil {
+public:
+    WithGil() : state_(PyGILState_Ensure()) {}
+    ~WithGil() { PyGILState_Release(state_); }
+
+private:
+    PyGILState_STATE state_;
+};
+
+// Python's object of a tensor; null where it has none. Another one in each torch.
+template <class Place>
+auto object_at(const Place& place, int) -> decltype(place.load_pyobj()) {
+    return place.load_pyobj();
+}
+template <class Place>
+PyObject* object_at(const Place& place, long) {
+    return place.check_pyobj().value_or(nullptr);
+}
+
+// Its class: one that has no object of Python yet would be given a Tensor.
+inline PyObject* class_of(const at::Tensor& x) {
+    PyObject* object = object_at(*x.unsafeGetTensorImpl()->pyobj_slot(), 0);
+    return object == nullptr ? THPVariableClass : reinterpret_cast<PyObject*>(Py_TYPE(object));
+}
+
+inline c10::SafePyObject shared_with_torch(Object object) { return {object.release(), getPyInterpreter()}; }
 
 // A known call in progress: what autograd saves in it is put aside.
 struct Opened {
@@ -53,6 +85,11 @@ struct Opened {
     std::vector<std::shared_ptr<Kept>> kept;
     std::atomic<bool> is_closed = true;
 };
+// Torch asks for hooks here, between these two.
+void stand_in();
+void stand_back();
+std::unique_ptr<torch::autograd::SavedVariableHooks> hook_that_holds();  // null where no idle Session's are the innermost
+
 void take_in_all(Run& run);                       // what is put aside
 Object take_next(Run& run, const at::Tensor& x);  // nothing where it is not what the script says
 

@@ -13,24 +13,6 @@
 namespace backstash::replay {
 namespace {
 
-// Python's object of a tensor; null where it has none. Another one in each torch.
-template <class Place>
-auto object_at(const Place& place, int) -> decltype(place.load_pyobj()) {
-    return place.load_pyobj();
-}
-template <class Place>
-PyObject* object_at(Place& place, long) {
-    return place.check_pyobj().value_or(nullptr);
-}
-
-// Its class: one that has no object of Python yet would be given a Tensor.
-PyObject* class_of(const at::Tensor& x) {
-    PyObject* object = object_at(*x.unsafeGetTensorImpl()->pyobj_slot(), 0);
-    return object == nullptr ? THPVariableClass : reinterpret_cast<PyObject*>(Py_TYPE(object));
-}
-
-bool is_leaf_of_graph(const at::Tensor& x) { return x.requires_grad() && x.is_leaf(); }
-
 bool is_pinned(const at::Tensor& x) {
     return is_leaf_of_graph(x) || (x.is_view() && is_leaf_of_graph(at::Tensor(x._base())));
 }
@@ -123,15 +105,6 @@ Object take(Run& run, Kept& kept) {
     return made;
 }
 
-class WithGil {
-public:
-    WithGil() : state_(PyGILState_Ensure()) {}
-    ~WithGil() { PyGILState_Release(state_); }
-
-private:
-    PyGILState_STATE state_;
-};
-
 thread_local Opened* opened = nullptr;  // the known call that runs on this thread
 
 // A parameter or a small tensor, where nothing is to be told and nothing has changed: nobody but autograd knows of it, so
@@ -148,8 +121,6 @@ const at::Tensor* read_without_python(PyObject* object) {
     if ((!is_weight && was_assigned(packed)) || packed->dense.storage().nbytes() == 0) return nullptr;
     return &packed->dense;
 }
-
-c10::SafePyObject shared_with_torch(Object object) { return {object.release(), getPyInterpreter()}; }
 
 // What autograd has in the place of a tensor that it saves in a known call.
 class Hook final : public torch::autograd::SavedVariableHooks {
@@ -191,12 +162,13 @@ private:
 
 torch::autograd::Engine* python_engine = nullptr;
 
-// Torch's own engine, which asks for hooks here while a known call runs.
+// Torch's own engine, but for the hooks that it gives.
 class Engine final : public torch::autograd::Engine {
 public:
     std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
         if (opened != nullptr && opened->sees()) return std::make_unique<Hook>();
-        return python_engine->get_default_saved_variable_hooks();
+        auto holding = hook_that_holds();
+        return holding != nullptr ? std::move(holding) : python_engine->get_default_saved_variable_hooks();
     }
 
     std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
@@ -224,7 +196,18 @@ torch::autograd::Engine& engine_here() {
 
 torch::autograd::Engine& engine_of_python() { return *python_engine; }
 
+std::atomic<int> asked_for = 0;  // known calls in progress, and idle Sessions that are entered
+
 }  // namespace
+
+void stand_in() {
+    if (python_engine == nullptr) python_engine = &torch::autograd::Engine::get_default_engine();
+    if (asked_for++ == 0) torch::autograd::set_default_engine_stub(engine_here);
+}
+
+void stand_back() {
+    if (--asked_for == 0) torch::autograd::set_default_engine_stub(engine_of_python);
+}
 
 Kept::~Kept() {
     if ((packed == nullptr && unpack == nullptr) || !Py_IsInitialized()) return;
@@ -254,17 +237,16 @@ Opened::Opened(Replayer& replayer, std::shared_ptr<Run> of, const Call* known)
     PyObject* const pack = hooks.stack.top().first.ptr(getPyInterpreter());
     if (!PyCFunction_CheckExact(pack) || PyCFunction_GET_SELF(pack) != reinterpret_cast<PyObject*>(&replayer)) return;
     depth = hooks.stack.size();
-    if (python_engine == nullptr) python_engine = &torch::autograd::Engine::get_default_engine();
     kept.reserve(known->saves);
     is_closed = false;
     opened = run->opened = this;
-    torch::autograd::set_default_engine_stub(engine_here);
+    stand_in();
 }
 
 void Opened::end() {
     if (run->opened != this) return;
     opened = before;
-    if (before == nullptr) torch::autograd::set_default_engine_stub(engine_of_python);
+    stand_back();
     take_in_all(*run);
     run->opened = nullptr;
 }

@@ -164,7 +164,7 @@ class Session:
         self._steps, self._elsewhere = 0, False
         self._holding = held.Holding(self._forward.counted, self._before_hold)
         self._reading = held.Reading(self._unpack, seams.readers.claim_input, seams.readers.linear_nodes)
-        self._hold, self._read = self._holding.hook(), self._reading.hook()
+        self._hold, self._read = held.hooks_of(self._holding, self._reading)
         replays = seams.replays
         replaying = "" if replays is None else replays(self, self._forward, self._pack, self._read)
         self._unreplayed = f"nothing is replayed: {replaying}" if isinstance(replaying, str) and replaying else ""
@@ -232,6 +232,7 @@ class Session:
                 self._rewritten = self._rewriting()
             self._forward.is_idle = self._may_idle()
             if self._forward.is_idle:
+                self._holding.tell(self._reading)
                 self._hooks = hooks.Hooks(self._hold, self._read)
             else:
                 of = self._replaying
@@ -260,6 +261,7 @@ class Session:
             return
         self._entry.is_over = True
         if error is not None:
+            self._holding.count()
             self._forward.step.is_whole, self._forward.counted[:] = False, (0, 0, 0)
             self._entries.is_broken = True
         leaving.to_the_end(self._leave_entry)
@@ -386,6 +388,7 @@ class Session:
         before, self._live.watcher = self._live.watcher, watcher
         if self._replanned is None:
             self._reading.is_simple = False
+            self._holding.tell(self._reading)
         try:
             yield
         finally:
@@ -475,6 +478,7 @@ class Session:
     def _learn(self) -> None:
         """A step is over, or the Session is left: note what it may spare the next one."""
         known, step, encoder = self._names.learned, self._forward.step, self._encoder
+        self._holding.count()
         counted, looks = (self._forward.counted[0], self._forward.counted[1]), self._forward.counted[2]
         self._forward.counted[:] = 0, 0, 0
         if self._forward.is_idle:
@@ -522,9 +526,14 @@ class Session:
             dropped = self.accounts.take_saved()
             self._live.watcher.dropped(dropped)
         self._live.comparisons.check(waits=True)
+        is_holding = self._hooks is not None and self._hooks.stands_in
+        if is_holding:
+            self._holding.count()
         if self._forward.counted[0]:  # and the Session was not left since
             self._learn()
         self._reading.is_simple = False
+        if is_holding:
+            self._holding.tell(self._reading)
         # There is room for nothing before backward has freed something.
         self._live.stashed_nbytes = 0
         self._steps += 1
@@ -610,6 +619,7 @@ class Session:
             self._replaying.begin_forward()
         self._live.unpacked = self._reading.is_simple = False
         self._holding.before = None
+        self._holding.tell(self._reading)
 
     def _pack(self, x: Tensor) -> held.Packed:
         if self._forward.is_idle:
@@ -680,6 +690,7 @@ class Session:
             self._entries.begin_backward(live, self._replaying)
             self._holding.before = self._before_hold
             self._reading.is_simple = live.watcher is None and live.monitor is None
+            self._holding.tell(self._reading)
             live.stashed_nbytes = live.nbytes
             if self._replaying is not None:
                 live.stashed_nbytes += self._replaying.begin_backward(live.nbytes)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backstash import interpreter
 from backstash.capture import checkpoints, modules, observer, transforms
 from backstash.errors import SessionError
 from backstash.stash import regions
@@ -46,9 +47,13 @@ class Hooks:
         self._is_observing = False
         self._below: Any = None  # the mode on which the observer was put
         self._modules, self._regions = of_modules, None if of_functions is None else of_functions.ran
+        self.stands_in = False  # torch asks the interpreter for hooks
 
     def install(self) -> None:
         """Install everything; where saved-tensor hooks are switched off, these follow when they are on again."""
+        if type(self._pack) is interpreter.Holder and not self.stands_in:
+            self.stands_in = True
+            interpreter.module.stand_in()
         if hooks_are_enabled():
             self.step_back()
         transforms.admit(self)
@@ -69,6 +74,9 @@ class Hooks:
             if self._observer is not None:
                 self._observer.end()
             remove_saved_tensor_hooks(self._pack)
+        if self.stands_in:
+            self.stands_in = False
+            interpreter.module.stand_back()
         modules.unlisten(self._modules, is_here)
         checkpoints.dismiss(self)
         transforms.dismiss(self)

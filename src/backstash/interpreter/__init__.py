@@ -45,3 +45,6 @@ owns_memory: Callable[[Tensor], bool] = saved.owns_memory if module is None else
 
 Lock: Callable[[], Any] = threading.RLock if module is None else module.Lock
 """A lock that a thread may take again: a context manager."""
+
+Holder: Any = None if module is None else module.Holder
+"""The pack hook of an idle Session (Note: [held in C++] in stash/held.py)."""

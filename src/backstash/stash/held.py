@@ -2,6 +2,13 @@
 
 ``Holding.hold`` and ``Reading.read`` say what is done. Where the interpreter in C++ is there it does the common case of
 both (Note: [interpreter] in interpreter/), and calls these for every other one.
+
+Note: [held in C++]
+    While an idle Session is entered, torch asks an engine in C++ for hooks, as in known calls (Note: [saved in known
+    calls] in replay/replaying.py). Where the pack hook of an idle Session is the innermost, that gives hooks which hold
+    and read the tensor without Python: nothing is made for it but what autograd holds, and Python's lock is not taken.
+    A tensor that is not common is held as Python's hook holds it, and backward's first reader, and who reads a matrix,
+    are told what Python's hook tells them.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -85,15 +92,29 @@ class Holding:
     """What an idle Session's pack hook knows.
 
     Attributes:
-        counted: how many tensors were held in this step, and their bytes.
+        counted: how many tensors were held in this step, and their bytes, once ``count`` has added the latest.
         before: what is called before a tensor is held, because a step may begin with it; None for nothing.
+        native: the hook in C++; None where there is none.
     """
 
-    __slots__ = ("before", "counted")
+    __slots__ = ("before", "counted", "native")
 
     def __init__(self, counted: list[int], before: Callable[[], None]) -> None:
         self.counted = counted
+        self.native: Any = None
         self.before: Callable[[], None] | None = before
+
+    def tell(self, reading: Reading) -> None:
+        """Tells the hook in C++ what it has to leave to Python now."""
+        if self.native is not None:
+            self.native.tell(self.before is None, reading.is_simple)
+
+    def count(self) -> None:
+        """Adds what the interpreter has held since."""
+        if self.native is not None:
+            number, nbytes = self.native.held_since()
+            self.counted[0] += number
+            self.counted[1] += nbytes
 
     def hold(self, x: Tensor) -> AsItIs:
         """Counts a tensor and holds it with its version, unseen by torch function modes."""
@@ -107,10 +128,6 @@ class Holding:
             if x.layout is torch.strided:
                 counted[1] += x.nbytes
             return hold(x)
-
-    def hook(self) -> Callable[[Tensor], AsItIs]:
-        """As :meth:`hold`, in C++ where the interpreter is there."""
-        return self.hold if interpreter.module is None else partial(interpreter.module.hold, self)
 
 
 class Reading:
@@ -144,9 +161,14 @@ class Reading:
                 return tensor
             return self.of_matrix(tensor)
 
-    def hook(self) -> Callable[[Packed], Tensor]:
-        """As :meth:`read`, in C++ where the interpreter is there."""
-        return self.read if interpreter.module is None else partial(interpreter.module.read, self)
+
+def hooks_of(holding: Holding, reading: Reading) -> tuple[Callable[[Tensor], AsItIs], Callable[[Packed], Tensor]]:
+    """The hooks of an idle Session, in C++ where the interpreter is there (Note: [held in C++])."""
+    if interpreter.module is None:
+        return holding.hold, reading.read
+    unpack = partial(interpreter.module.read, reading)
+    holding.native = pack = interpreter.module.Holder(holding, unpack)
+    return pack, unpack
 
 
 if interpreter.module is not None:
