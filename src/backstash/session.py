@@ -190,7 +190,7 @@ class Session:
         if self._replanned is not None:
             # Other Sessions do the work. What refers to this one would keep it, and a profiler that runs for it, until
             # the collector comes.
-            self._forward.replaying = None
+            self._forward.replaying = self._holding.native = None
             del self._pending, self._producer, self._tape, self._encoder, self._forward, self._holding, self._reading
             del self._hold, self._read, self._replaying
 
