@@ -74,6 +74,15 @@ def test_a_lower_hole_is_fragmentation_that_an_expandable_segment_does_not_have(
     assert growing.allocated_nbytes == 38 * MIB and growing.reserved_nbytes == 40 * MIB  # in units of 20 MiB
 
 
+def test_the_rest_of_a_segment_that_is_used_later_is_no_fragmentation() -> None:
+    """Ten values of 4 MiB fill two segments of 20 MiB; the sixth takes the second, of which most is yet to be used."""
+    values = [Allocation(number, 4 * MIB) for number in range(10)]
+    filled = replay(values)
+    assert filled.allocated_nbytes == filled.reserved_nbytes == 40 * MIB and filled.fragmented_nbytes == 0
+    eight = [*values[:8], *(Allocation(number) for number in range(8))]
+    assert reserved_by(eight).reserved_nbytes == 40 * MIB and reserved_by(eight).fragmented_nbytes == 8 * MIB
+
+
 def test_a_block_is_freed_once() -> None:
     allocator = CachingAllocator()
     block = allocator.allocate(1)

@@ -79,7 +79,7 @@ class CachingAllocator:
     Attributes:
         allocated_nbytes, reserved_nbytes: bytes of the blocks that are in use, and of all segments.
         peak_allocated_nbytes, peak_reserved_nbytes: the most of these.
-        fragmented_nbytes: when the most was reserved, how much of it was not allocated.
+        fragmented_nbytes: while the most was reserved, the least of it that was not allocated at one moment.
         reserved: how many bytes were reserved each time, in their order.
 
     Example:
@@ -124,6 +124,8 @@ class CachingAllocator:
         if self.reserved_nbytes > self.peak_reserved_nbytes:
             self.peak_reserved_nbytes = self.reserved_nbytes
             self.fragmented_nbytes = self.reserved_nbytes - self.allocated_nbytes
+        elif self.reserved_nbytes == self.peak_reserved_nbytes:  # what is allocated now lies in what was free then
+            self.fragmented_nbytes = min(self.fragmented_nbytes, self.reserved_nbytes - self.allocated_nbytes)
         return block
 
     def free(self, block: Block) -> None:
@@ -225,7 +227,7 @@ class Reserved:
     """What a sequence of allocations takes of a device.
 
     Attributes:
-        fragmented_nbytes: when the most was reserved, how much of it could not be used.
+        fragmented_nbytes: while the most was reserved, how much of it was never in use.
     """
 
     allocated_nbytes: int
