@@ -62,6 +62,7 @@ struct Sharing {
     std::atomic<bool> is_ready = false;   // nothing has to be called before a tensor is held
     std::atomic<bool> is_simple = false;  // as of Reading
     std::atomic<int64_t> count = 0, nbytes = 0;
+    std::atomic<int64_t> large = 0;       // elements of the smallest weight whose layer may be given a claim
     PyObject* unpack = nullptr;
 };
 
@@ -102,7 +103,7 @@ public:
 
     at::Tensor call_unpack_hook() override {
         if (packed_ == nullptr && shared_->is_simple && is_as_it_was()) {
-            const bool may_be_claimed = held_.dim() == 2 && is_in_backward();
+            const bool may_be_claimed = held_.dim() == 2 && is_in_backward() && may_await_weight_of(shared_->large);
             if (!may_be_claimed) return held_;
         }
         const WithGil locked;
@@ -204,6 +205,7 @@ PyObject* tell_holder(PyObject* self, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OO", &is_ready, &is_simple)) return nullptr;
     shared.is_ready = is_ready == Py_True;
     shared.is_simple = is_simple == Py_True;
+    shared.large = least_large_weight();
     Py_RETURN_NONE;
 }
 

@@ -457,10 +457,17 @@ bool is_in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
 PyObject *Accumulation = nullptr, *Table = nullptr;
 
-bool may_await_large_weight() {  // the first question of accumulation.awaits_large_weight
-    const int64_t numel = numel_behind(0), widest = number_named(Accumulation, "WIDEST");
-    return numel >= 0 && (widest == 0 || numel >= number_named(Accumulation, "LARGE") / widest);
+int64_t least_large_weight() {
+    const int64_t widest = number_named(Accumulation, "WIDEST");
+    return widest == 0 ? 0 : number_named(Accumulation, "LARGE") / widest;
 }
+
+bool may_await_weight_of(int64_t least) {  // the first question of accumulation.awaits_large_weight
+    const int64_t numel = numel_behind(0);
+    return numel >= 0 && numel >= least;
+}
+
+bool may_await_large_weight() { return may_await_weight_of(least_large_weight()); }
 
 namespace {
 

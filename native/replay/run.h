@@ -250,6 +250,8 @@ PyObject* read_whole(Packed* packed);
 void release(const std::shared_ptr<Slot>& slot);
 bool is_in_backward();
 bool was_assigned(const Packed* packed);
+int64_t least_large_weight();          // elements of the smallest one
+bool may_await_weight_of(int64_t least);
 bool may_await_large_weight();
 extern PyObject *Accumulation, *Table;  // the names of redeem/accumulation.py and redeem/table.py
 
