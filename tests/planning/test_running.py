@@ -16,8 +16,10 @@ from backstash import Session
 from backstash.cli.commands import app
 from backstash.errors import BudgetError, PlanError
 from backstash.planning.model.plan import Plan
+from backstash.planning.model.problem import StepProfile
 from backstash.planning.run.budgeted import Budgeted
 from backstash.planning.run.running import ProfiledRun
+from backstash.planning.search.planner import Planner, growth
 from backstash.report.meter import reset_resident_peak, resident_peak_nbytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -119,6 +121,29 @@ def test_a_profile_ends_the_program() -> None:
         trained(run)
     assert run.profile is not None
     assert any(choice.kind == "recompute" for value in run.profile.values for choice in value.choices)
+
+
+def profiled_with_heavy_weights(batch: int) -> StepProfile:
+    """A step of a loop that frees the gradients of the step before, which are not small beside what it saves."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(6)]
+    model, run = nn.Sequential(*layers), ProfiledRun(min_nbytes=1024)
+    with pytest.raises(SystemExit), run:
+        for _ in range(20):
+            model.zero_grad()
+            model(torch.randn(batch, 64)).square().mean().backward()
+    assert run.profile is not None
+    return run.profile
+
+
+def test_a_batch_that_is_estimated_fits() -> None:
+    """Freed gradients make room once: taken to grow with the batch, they had promised more than fits."""
+    profile = profiled_with_heavy_weights(256)
+    budget = profile.plain_peak_nbytes
+    times = growth(profile, budget)
+    assert times.plain == 1.0 < times.planned
+    larger = profiled_with_heavy_weights(int(256 * times.planned))
+    assert Planner(larger).solutions[0].peak_nbytes <= budget
 
 
 # -- commands --------------------------------------------------------------------------------------------------------

@@ -566,13 +566,20 @@ def growth(
 ) -> Growth:
     """Estimates how many times as large the batch of a profiled step may be within a budget.
 
-    Every byte that the step takes above what is held before it is taken to grow with the batch. What does not, such as
-    the gradient of a weight before it is added up, makes the estimate too small and never too large.
+    Every byte that the step takes is taken to grow with the batch. What does not, such as the gradient of a weight
+    before it is added up, makes the estimate of a larger batch too small. What the step frees that was held before it,
+    as a loop does that begins with ``zero_grad()``, is freed once, however large the batch is.
 
     Args:
         budget_nbytes: the budget, in bytes above what is held before the step.
     """
     lowest = Planner(profile, allow, error_limit).solutions[0]
-    plain = budget_nbytes / max(1, profile.plain_peak_nbytes)
+    freed = max(0, -min(profile.base_nbytes, default=0))
+
+    def times(peak_nbytes: int) -> float:
+        grown = (budget_nbytes + freed) / max(1, peak_nbytes + freed)
+        return min(budget_nbytes / max(1, peak_nbytes), grown)  # the first if the batch has to be smaller
+
+    plain = times(profile.plain_peak_nbytes)
     seconds = lowest.seconds / profile.seconds if profile.seconds else 1.0
-    return Growth(plain, max(plain, budget_nbytes / max(1, lowest.peak_nbytes)), seconds)
+    return Growth(plain, max(plain, times(lowest.peak_nbytes)), seconds)
