@@ -50,7 +50,7 @@ def test_freeing_what_an_earlier_count_saw_made_is_not_counted() -> None:
         del held
         allocate(2 * MB)
     assert counter.peak_nbytes == 2 * MB
-    assert [nbytes for _, nbytes in counter.timeline if nbytes] == [2 * MB]
+    assert [nbytes for _, nbytes in counter.timeline] == [2 * MB, 0]
 
 
 def test_nothing_allocated_is_a_peak_of_zero() -> None:

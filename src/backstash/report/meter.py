@@ -199,7 +199,9 @@ def _timeline(events: Iterable[Any]) -> list[tuple[int, int]]:
     changes = [event for event in events if event.tag == profiler_event.Allocation]
     for event in sorted(changes, key=lambda change: change.start_time_ns):
         memory = event.extra_fields
-        if memory.device.type == "cpu" and memory.alloc_size:
+        # The release of what was made before the start may be reported, where an earlier profiler has seen it made.
+        is_counted = memory.alloc_size > 0 or memory.ptr in sizes
+        if memory.device.type == "cpu" and is_counted:
             alive -= sizes.pop(memory.ptr, 0)
             if memory.alloc_size > 0:
                 sizes[memory.ptr] = memory.alloc_size
