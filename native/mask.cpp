@@ -1,6 +1,7 @@
 // C interface of bitmask, binary, and of a mask's application. Layouts: codecs/masks/reference.py.
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "elements.h"
 #include "isa.h"
@@ -16,6 +17,7 @@ struct TestJob {
     Test test;
     double lo, hi;  // already rounded to the type of x
     uint8_t* mask;
+    bool counts_nans;
 };
 
 struct BinaryJob {
@@ -49,11 +51,20 @@ namespace bs {
 constexpr int64_t kBlock = 1 << 16;  // elements; a multiple of kWord
 }
 
+namespace bs {
+
+inline int64_t encode_tested(const TestJob& job, int64_t n, int threads) {
+    const auto encode = BS_PICK(encode_test);
+    Sum nans;
+    for_blocks(n, kBlock, threads, [&](int64_t begin, int64_t end) { nans.add(encode(job, begin, end)); });
+    return nans.value();
+}
+
+}  // namespace bs
+
 BS_EXPORT void bs_bitmask_encode(const void* x, int64_t n, int type, int test, double lo, double hi, uint8_t* mask,
                                  int threads) {
-    const bs::TestJob job{x, bs::Float(type), bs::Test(test), lo, hi, mask};
-    const auto encode = BS_PICK(encode_test);
-    bs::for_blocks(n, bs::kBlock, threads, [&](int64_t begin, int64_t end) { encode(job, begin, end); });
+    bs::encode_tested({x, bs::Float(type), bs::Test(test), lo, hi, mask, false}, n, threads);
 }
 
 // Returns how many elements are neither of the two values.
@@ -81,6 +92,7 @@ struct BitmaskPlanes {
     double lo, hi;
     int64_t width;  // of what is decoded
     uint64_t if_set, if_clear;
+    int64_t refuses_nan;  // whether one would need a plane of its own
 };
 
 inline uint64_t bits_at(const void* x, int64_t index, int64_t width) {  // of numbers, the lowest byte first
@@ -96,8 +108,10 @@ BS_EXPORT BsDecodePlanes bs_bitmask_decode_planes, bs_binary_decode_planes;
 
 int64_t bs_bitmask_encode_planes(const void* x, int64_t n, const void* how, void* planes, int threads) {
     const auto& mask = *static_cast<const bs::BitmaskPlanes*>(how);
-    bs_bitmask_encode(x, n, mask.type, mask.test, mask.lo, mask.hi, static_cast<uint8_t*>(planes), threads);
-    return 0;
+    const auto type = bs::Float(mask.type);
+    auto* bits = static_cast<uint8_t*>(planes);
+    const bs::TestJob job{x, type, bs::Test(mask.test), mask.lo, mask.hi, bits, mask.refuses_nan != 0};
+    return bs::encode_tested(job, n, threads);
 }
 
 void bs_bitmask_decode_planes(const void* planes, int64_t n, const void* how, void* out, int threads) {

@@ -2,10 +2,17 @@
 
 #include "fill_mask.h"
 
-template <Test test, class F, class Bound>
+template <Test test, class F, class Bound, bool counts_nans>
 struct Passes {
     Bound lo, hi;
-    Word operator()(const F* x, Word) const { return passes<test, F, Bound>(x, lo, hi); }
+    int64_t nans = 0;
+    Word operator()(const F* x, Word valid) {
+        if constexpr (counts_nans) {
+            constexpr Bound inf = std::numeric_limits<Bound>::infinity();
+            nans += __builtin_popcountll(passes<Test::NotLe, F, Bound>(x, inf, inf) & valid);
+        }
+        return passes<test, F, Bound>(x, lo, hi);
+    }
 };
 
 template <class U>
@@ -24,15 +31,17 @@ struct Binary {
     }
 };
 
-template <class F, class U, class Bound>
-inline void encode_floats(const TestJob& job, int64_t begin, int64_t end) {
+// Returns how many elements are NaN, where that is asked.
+template <class F, class U, class Bound, bool counts_nans>
+inline int64_t encode_floats(const TestJob& job, int64_t begin, int64_t end) {
     const F* x = static_cast<const F*>(job.x);
     const Bound lo = Bound(job.lo), hi = Bound(job.hi);
     switch (job.test) {
-#define BS_CASE(test)                                   \
-    case test: {                                        \
-        Passes<test, F, Bound> predicate{lo, hi};       \
-        return fill_mask(x, begin, end, job.mask, predicate); \
+#define BS_CASE(test)                                          \
+    case test: {                                               \
+        Passes<test, F, Bound, counts_nans> predicate{lo, hi}; \
+        fill_mask(x, begin, end, job.mask, predicate);         \
+        return predicate.nans;                                 \
     }
         BS_CASE(Test::NotLe)
         BS_CASE(Test::Gt)
@@ -40,20 +49,25 @@ inline void encode_floats(const TestJob& job, int64_t begin, int64_t end) {
         BS_CASE(Test::NotOutside)
         BS_CASE(Test::Closed)
 #undef BS_CASE
-        case Test::Nonzero: {
-            Nonzero<U> predicate;
-            return fill_mask(static_cast<const U*>(job.x), begin, end, job.mask, predicate);
-        }
+        case Test::Nonzero: break;
+    }
+    Nonzero<U> predicate;
+    fill_mask(static_cast<const U*>(job.x), begin, end, job.mask, predicate);
+    return 0;
+}
+
+template <bool counts_nans>
+inline int64_t encode_test_of(const TestJob& job, int64_t begin, int64_t end) {
+    switch (job.type) {
+        case Float::F32: return encode_floats<float, uint32_t, float, counts_nans>(job, begin, end);
+        case Float::F64: return encode_floats<double, uint64_t, double, counts_nans>(job, begin, end);
+        case Float::F16: return encode_floats<Half, uint16_t, float, counts_nans>(job, begin, end);
+        default: return encode_floats<BFloat16, uint16_t, float, counts_nans>(job, begin, end);
     }
 }
 
-void encode_test(const TestJob& job, int64_t begin, int64_t end) {
-    switch (job.type) {
-        case Float::F32: return encode_floats<float, uint32_t, float>(job, begin, end);
-        case Float::F64: return encode_floats<double, uint64_t, double>(job, begin, end);
-        case Float::F16: return encode_floats<Half, uint16_t, float>(job, begin, end);
-        case Float::BF16: return encode_floats<BFloat16, uint16_t, float>(job, begin, end);
-    }
+int64_t encode_test(const TestJob& job, int64_t begin, int64_t end) {
+    return job.counts_nans ? encode_test_of<true>(job, begin, end) : encode_test_of<false>(job, begin, end);
 }
 
 template <class U>

@@ -70,11 +70,16 @@ def check(codec: Codec, x: Tensor, dtype: torch.dtype, threads: int, form: Any) 
     assert read is not None and isinstance(read(found), form)
 
 
-@given(tensors.floats(), st.sampled_from(Test), st.floats(-2, 2), st.booleans(), THREADS)
-def test_masks(x: Tensor, test: Test, bound: float, as_bools: bool, threads: int) -> None:
+@given(tensors.floats(), st.sampled_from(Test), st.floats(-2, 2), st.booleans(), st.booleans(), THREADS)
+def test_masks(x: Tensor, test: Test, bound: float, nan: bool, as_bools: bool, threads: int) -> None:
     assume(x.numel())
-    codec = Bitmask(Mask(test, -abs(bound), abs(bound), if_set=bound, if_clear=-0.0))
-    check(codec, x, torch.bool if as_bools else x.dtype, threads, MaskBits)
+    codec = Bitmask(Mask(test, -abs(bound), abs(bound), if_set=bound, if_clear=-0.0, nan=nan and test != Test.NONZERO))
+    dtype = torch.bool if as_bools else x.dtype
+    if codec.mask.nan and x.isnan().any():
+        kernel = kernel_of(codec, TensorSpec.of(x), dtype)
+        assert kernel is not None and encoded_by(kernel, x, threads) is None
+    else:
+        check(codec, x, dtype, threads, MaskBits)
 
 
 @given(tensors.pooled(), THREADS)
@@ -113,6 +118,34 @@ def test_two_values(n: int, dtype: torch.dtype, seed: int, threads: int) -> None
         check(Binary(), x, dtype, threads, Factors)
     bits[torch.randint(n, (1,), generator=draws)] ^= 0x55
     assert (encoded_by(kernel, x, threads) is None) == (bits.unique().numel() != 2)
+
+
+def test_a_nan_whose_outcome_depends_on_its_position_has_its_plane_on_the_long_way() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3), nn.Softshrink(0.125), nn.Conv2d(8, 8, 3))
+    twin = Twin(model.append(Squared()), min_nbytes=256)
+    x = torch.randn(4, 3, 20, 20)
+    twin.settle(x)
+    script = twin.passes.script
+    assert script is not None
+    masks = [value for value in script.values if type(value.codec) is Bitmask]
+    assert len(masks) == 2 and all(value.kernel is not None for value in masks)
+    with_nan = x.clone()
+    with_nan[1, 2, 7, 9] = float("nan")
+    held = []
+    for batch in (x, with_nan):
+        twin.step(batch)
+        rows = [row for row in twin.session.report().rows if row.codec and row.codec.startswith("bitmask")]
+        held.append(sum(row.stash_nbytes for row in rows))
+    assert twin.session._is_replayed and held[1] == 2 * held[0], held
+
+
+class Squared(nn.Module):
+    """What a step minimises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square."""
+        return x.square().mean()
 
 
 class Kinds(nn.Module):

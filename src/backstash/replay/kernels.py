@@ -20,7 +20,7 @@ from backstash.codecs.zvc.codec import Zvc
 from backstash.ops import backends
 from backstash.ops.cpu import library
 from backstash.ops.cpu.planes import FLOATS, rounded, scalar_bits
-from backstash.ops.layout import zvc_chunks
+from backstash.ops.layout import bytes_for, zvc_chunks
 from backstash.replay.program import PlaneKernel, ZvcPlanes
 from backstash.saved import TensorSpec
 
@@ -55,13 +55,14 @@ def _one_plane(codec: base.Codec, spec: TensorSpec, name: str, **meta: int) -> C
 
 def _bitmask(codec: Bitmask, spec: TensorSpec, dtype: torch.dtype) -> PlaneKernel | None:
     mask = codec.mask
-    if mask.ternary or mask.nan:
+    if mask.ternary:
         return None
     values = (True, False) if dtype is torch.bool else (mask.if_set, mask.if_clear)
     if_set, if_clear = (scalar_bits(value, math.copysign(1.0, value), dtype) for value in values)
     lo, hi = rounded(mask.lo, spec.dtype), rounded(mask.hi, spec.dtype)
-    how = struct.pack("@iiddqQQ", FLOATS[spec.dtype], mask.test.code, lo, hi, dtype.itemsize, if_set, if_clear)
-    return _kernel("bitmask", how, codec.nbytes_bound(spec), _one_plane(codec, spec, "mask"))
+    numbers = lo, hi, dtype.itemsize, if_set, if_clear, mask.nan
+    how = struct.pack("@iiddqQQq", FLOATS[spec.dtype], mask.test.code, *numbers)
+    return _kernel("bitmask", how, bytes_for(spec.numel, 1), _one_plane(codec, spec, "mask"))
 
 
 def _binary(codec: Binary, spec: TensorSpec, dtype: torch.dtype) -> PlaneKernel | None:
