@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from simulated_clock import Clock
-from torch import nn
+from torch import Tensor, nn
 
 from backstash import Session, session
 from backstash.capture import worth
@@ -145,3 +145,29 @@ def test_what_is_freed_early_counts_as_lowered(clock: Clock, monkeypatch: pytest
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(2, 2, 1), nn.Tanh())]
     model = nn.Sequential(nn.Unflatten(1, (2, 8, 8)), *layers, nn.Flatten(), *network(USELESS))
     assert not any(run(Session("lossless", min_nbytes=256), model, clock, slower=3.0))
+
+
+class Held(nn.Module):
+    """A model that holds its own batch, which is most of what a step saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = torch.randn(64, 128)
+        self.layers = nn.Sequential(nn.Linear(128, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layers of the batch."""
+        result: Tensor = self.layers(self.batch)
+        return result
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_lowers_no_peak_when_freed_early_does_not_count(
+    held: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel runs at the peak, so forty equal inputs lower it by a fortieth; what the program holds stays."""
+    monkeypatch.setattr(table, "LARGE", 1024)
+    monkeypatch.setattr(worth, "clock", lambda: pytest.fail("the time was asked for"))
+    deep = [layer for _ in range(40) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    idle = run(Session("lossless", min_nbytes=256), Held() if held else nn.Sequential(*deep), clock, slower=3.0)
+    assert all(idle[5:])

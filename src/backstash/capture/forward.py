@@ -22,7 +22,7 @@ from backstash.interpreter import is_odd
 from backstash.policies.base import Policy, is_watching
 from backstash.saved import PLAIN, Need, SavedTensor
 from backstash.stash import held, regions, wrapped
-from backstash.stash.accounts import Account, Step
+from backstash.stash.accounts import HELD, Account, Step
 from backstash.stash.decode import follow_original
 from backstash.stash.encode import Encoder
 from backstash.stash.live import Live
@@ -427,7 +427,7 @@ class Forward:
             nbytes = storage.nbytes()
             account = self._account_of_shape(facts, storage) if self._shapes else None
             account = account or self.step.open(facts, nbytes, "kept")
-            account.codec, account.reason = "kept", "held by the program, kept by reference"
+            account.codec, account.reason = "kept", HELD
             if row is not None:
                 account.is_of_region = True
                 row[0].holds(row[1], account)

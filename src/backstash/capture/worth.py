@@ -2,12 +2,12 @@
 
 Note: [Sessions of no use]
     A Session counts what it holds and what plain PyTorch would hold in its place; it has lowered the difference.
-    To that is added what it keeps for a kernel that frees it early or writes over a gradient, which may lower the peak
-    by as much. Where both together are less than a fiftieth of what a step saves, four equal steps long, some steps run
-    idle and some as before, in turns, from the beginning of one forward pass to that of the next. If the median of
-    the latter is more than a twentieth above that of the former, the Session says so once and is idle. Where more is
-    lowered, nothing is timed, so that what becomes of such a Session depends on counts alone. All steps have the
-    same bits either way.
+    To that is added the largest value that it keeps for a kernel that frees it early or writes over a gradient, if the
+    value is at least a twentieth of what a step saves: one kernel runs at the peak, which may be lowered by as much.
+    Where both together are less than a fiftieth of what a step saves, four equal steps long, some steps run idle and
+    some as before, in turns, from the beginning of one forward pass to that of the next. If the median of the latter is
+    more than a twentieth above that of the former, the Session says so once and is idle. Where more is lowered, nothing
+    is timed, so that what becomes of such a Session depends on counts alone. All steps have the same bits either way.
 
     What is counted are saved tensors. What else is alive at the peak of a step, as gradients and workspaces are, only a
     profiler sees. An idle Session still adds the gradients of large weights in slices.
@@ -22,13 +22,16 @@ import time
 from statistics import median
 
 from backstash.stash import seams
-from backstash.stash.accounts import Step
+from backstash.stash.accounts import HELD, Step
 
 SHARE = 50
 """A Session that lowers what a step saves by less than one in so many of its bytes is compared with an idle one."""
 
 SLOWER = 1.05
 """How many times as long as an idle step a step may take for that."""
+
+EARLY = 20
+"""A value that may be freed early counts if it has at least one in so many of the bytes that a step saves."""
 
 EQUAL_STEPS, MOST_EQUAL_STEPS = 4, 256
 """After how many equal steps the comparison begins, at first and at most."""
@@ -51,15 +54,16 @@ def lowered_nbytes(step: Step) -> int:
 
 
 def _early_nbytes(step: Step) -> int:
-    """Bytes of the values of a step that backward may free earlier than it would without a Session, as they are."""
-    found = 0
+    """Bytes of the largest value that backward may free earlier than without a Session, as it is, if that is much."""
+    most = 0
     for account in step.accounts:
+        nbytes = account.stash_nbytes
+        if account.reason == HELD or EARLY * nbytes < step.saved_nbytes or nbytes <= most:
+            continue
         readers = (account.facts, *(account.shared_by or ()))
-        each = (
-            seams.readers.frees_early(reader.op, reader.role, reader.spec, account.saved_nbytes) for reader in readers
-        )
-        found += account.stash_nbytes if any(each) else 0
-    return found
+        if any(seams.readers.frees_early(each.op, each.role, each.spec, account.saved_nbytes) for each in readers):
+            most = nbytes
+    return most
 
 
 class Worth:

@@ -52,6 +52,10 @@ class Entry:
         return self.stash_nbytes if self.store == "device" else 0
 
 
+HELD = "held by the program, kept by reference"
+"""The reason of a value that the program itself holds, as far as is known."""
+
+
 class Account:
     """What became of one storage in the step in progress; :meth:`row` makes the report's Entry of it.
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from backstash.stash.accounts import HELD
 from backstash.stash.tables import amount, folded, ms, shortened
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def why(row: Entry, was_remaking: bool = True) -> str:
     if row.codec != "kept":
         return row.codec
     reason, _, origin = row.reason.partition("; not recomputed: ")
-    if reason.startswith("held by the program"):
+    if reason.startswith(HELD):
         return "in use"
     if reason == "small":
         return "too small"
