@@ -109,7 +109,6 @@ def blockquant_decode_kernel(
 def blockquant_encode(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`backstash.codecs.blockquant.reference.blockquant_encode`."""
     codes = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
     ranges = x.new_empty(2 * groups(x.numel(), group_size))
     refused = x.new_zeros(1, dtype=torch.int64)
@@ -119,7 +118,6 @@ def blockquant_encode(
 
 
 def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode`."""
     check_plane("blockquant_decode", "codes", codes, bytes_for(out.numel(), bits), out)
     check_plane("blockquant_decode", "ranges", ranges, 2 * groups(out.numel(), group_size), out)
     arguments = codes, bits_of(ranges), bits_of(out), out.numel()

@@ -78,7 +78,6 @@ def fewbit_decode_kernel(
 
 
 def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
-    """See :func:`backstash.codecs.fewbit.reference.fewbit_encode`."""
     packed = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
     nonfinite = x.new_zeros(1, dtype=torch.int64)
     launch(
@@ -99,7 +98,6 @@ def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor
 
 
 def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.fewbit.reference.fewbit_decode`."""
     check_plane("fewbit_decode", "packed", packed, bytes_for(out.numel(), bits), out)
     launch(
         fewbit_decode_kernel,
@@ -136,7 +134,6 @@ def scale_by_codes_kernel(
 
 
 def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.fewbit.reference.scale_by_codes`."""
     bits = table.numel().bit_length() - 1
     check_plane("scale_by_codes", "table", table, 2 ** min(max(bits, 1), 4), x)
     check_plane("scale_by_codes", "packed", packed, bytes_for(x.numel(), bits), x)

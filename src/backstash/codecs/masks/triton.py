@@ -114,7 +114,6 @@ def mask_select_kernel(x_ptr, mask_ptr, out_ptr, numel, BLOCK_BYTES: tl.constexp
 
 
 def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
-    """See :func:`backstash.codecs.masks.reference.bitmask_encode`."""
     mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     nonzero = test == Test.NONZERO.code
@@ -133,7 +132,6 @@ def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
 
 
 def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) -> None:
-    """See :func:`backstash.codecs.masks.reference.bitmask_decode`."""
     check_plane("bitmask_decode", "mask", mask, bytes_for(out.numel(), 1), out)
     launch(
         bitmask_decode_kernel,
@@ -148,7 +146,6 @@ def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) ->
 
 
 def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`backstash.codecs.masks.reference.binary_encode`."""
     mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
     strangers = x.new_zeros(1, dtype=torch.int64)
     launch(
@@ -165,7 +162,6 @@ def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.masks.reference.binary_decode`."""
     check_plane("binary_decode", "mask", mask, bytes_for(out.numel(), 1), out)
     check_plane("binary_decode", "pair", pair, 2, out)
     launch(
@@ -180,7 +176,6 @@ def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
 
 
 def mask_select(x: Tensor, mask: Tensor, out: Tensor) -> None:
-    """See :func:`backstash.codecs.masks.reference.mask_select`."""
     check_plane("mask_select", "mask", mask, bytes_for(x.numel(), 1), x)
     programs = blocks_of(mask.numel(), BLOCK_BYTES)
     launch(mask_select_kernel, programs, bits_of(x), mask, bits_of(out), x.numel(), BLOCK_BYTES=BLOCK_BYTES)

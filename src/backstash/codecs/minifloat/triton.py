@@ -211,7 +211,6 @@ def _scaled_constants(form: Format, dtype: torch.dtype, group_size: int) -> dict
 
 
 def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_encode`."""
     form = FORMATS[format]
     codes = x.new_empty(form.words(x.numel()), dtype=form.dtype)
     arguments, constants = (bits_of(x), codes, x.numel(), codes.numel()), format_constants(form, x.dtype)
@@ -221,7 +220,6 @@ def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
 
 
 def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_decode`."""
     form = FORMATS[format]
     check_plane("minifloat_decode", "codes", codes, form.words(out.numel()), out)
     arguments, constants = (codes, bits_of(out), out.numel()), format_constants(form, out.dtype)
@@ -229,7 +227,6 @@ def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
 
 
 def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_encode`."""
     form = FORMATS[format]
     codes = x.new_empty(x.numel(), dtype=form.dtype)
     scales = x.new_empty(groups(x.numel(), group_size), dtype=torch.float32)
@@ -248,7 +245,6 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
 
 
 def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_decode`."""
     form = FORMATS[format]
     check_plane("minifloat_scaled_decode", "codes", codes, out.numel(), out)
     check_plane("minifloat_scaled_decode", "scales", scales, groups(out.numel(), group_size), out)

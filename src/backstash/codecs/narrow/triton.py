@@ -53,7 +53,6 @@ def narrow_decode_kernel(
 
 
 def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
-    """See :func:`backstash.codecs.narrow.reference.narrow_encode`."""
     packed = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
     launch(
         narrow_encode_kernel,
@@ -71,7 +70,6 @@ def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
 
 
 def narrow_decode(packed: Tensor, bits: int, base: int, out: Tensor) -> None:
-    """See :func:`backstash.codecs.narrow.reference.narrow_decode`."""
     check_plane("narrow_decode", "packed", packed, bytes_for(out.numel(), bits), out)
     launch(
         narrow_decode_kernel,

@@ -166,7 +166,6 @@ def szp_decode_kernel(
 
 
 def szp_range(x: Tensor) -> Tensor:
-    """See :func:`backstash.codecs.szp.reference.szp_range`."""
     keys = torch.stack([x.new_full((), 0x7F800000, dtype=torch.int32), x.new_full((), -0x7F800001, dtype=torch.int32)])
     _launch_elements(szp_range_kernel, blocks_of(x.numel(), ZVC_CHUNK), x, keys, x.numel(), BLOCK=ZVC_CHUNK)
     found = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)

@@ -41,7 +41,6 @@ def row_norm(
     nan: int,
     out: Tensor,
 ) -> None:
-    """See :func:`backstash.ops.onepass.reference.row_norm`."""
     _lib.bs_norm_rows(
         x.data_ptr(),
         _pointer(residual),
@@ -77,7 +76,6 @@ def grouped_norm(
     out: Tensor,
     normed: Tensor | None,
 ) -> None:
-    """See :func:`backstash.ops.onepass.reference.grouped_norm`."""
     sizes = images(x)
     if sizes is None or not x.numel():
         return reference.grouped_norm(
@@ -165,7 +163,6 @@ def gated(
     out: Tensor,
     inner: Tensor | None,
 ) -> None:
-    """See :func:`backstash.ops.onepass.reference.gated`."""
     _lib.bs_gated(
         gate.data_ptr(),
         up.data_ptr(),
@@ -186,7 +183,6 @@ def gated(
 def curve(
     x: Tensor, curve: int, whole: Tensor | None, tail: Tensor | None, chunk: int, step: int, nan: int, out: Tensor
 ) -> None:
-    """See :func:`backstash.ops.onepass.reference.curve`."""
     _lib.bs_curve(
         x.data_ptr(),
         _code(x),
@@ -203,7 +199,6 @@ def curve(
 
 
 def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -> None:
-    """See :func:`backstash.ops.onepass.reference.dropout_bits`."""
     check_plane("dropout_bits", "mask", mask, bytes_for(x.numel(), 1))
     _lib.bs_dropout(
         x.data_ptr(), _code(x), x.numel(), mask.data_ptr(), scale, nan, out.data_ptr(), threads_for(x.nbytes)

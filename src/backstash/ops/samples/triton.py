@@ -28,7 +28,6 @@ def sample_numbers_kernel(x_ptr, numbers_ptr, numel, run, step: tl.int64, BLOCK:
 
 
 def sample_numbers(x: Tensor, runs: int, run: int, step: int) -> Tensor:
-    """See :func:`backstash.ops.samples.reference.sample_numbers`."""
     if not runs * run:
         return x.new_zeros(4, dtype=torch.int64)
     numbers = x.new_empty(4, dtype=torch.int64)

@@ -190,7 +190,6 @@ def window_encode(
     padding: list[int],
     dilation: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`backstash.codecs.narrow.windows.reference.window_encode`."""
     bits = window_bits(kernel)
     packed = indices.new_empty(bytes_for(indices.numel(), bits), dtype=torch.uint8)
     strays = indices.new_zeros(1, dtype=torch.int64)
@@ -224,7 +223,6 @@ def window_decode(
     dilation: list[int],
     out: Tensor,
 ) -> None:
-    """See :func:`backstash.codecs.narrow.windows.reference.window_decode`."""
     bits = window_bits(kernel)
     check_plane("window_decode", "packed", packed, bytes_for(out.numel(), bits), out)
     launch(

@@ -41,12 +41,10 @@ SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def sz_range(x: Tensor) -> Tensor:
-    """See :func:`backstash.codecs.sz.reference.sz_range`."""
     return szp_range(x).double() if x.dtype in SMALL_FLOATS else reference.sz_range(x)
 
 
 def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
-    """See :func:`backstash.codecs.sz.reference.sz_survey`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_survey(x, step, bound, low, blocks, offset)
     counts = x.new_zeros(len(sz.AXES) * sz.BINS, dtype=torch.int64)
