@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -58,30 +60,17 @@ def csr_decode_kernel(columns_ptr, rows_ptr, values_ptr, out_ptr, numel, stored,
 
 def csr_counted(x: Tensor) -> Tensor:
     """Runs CSR's first pass. Returns the rows plane, whose last entry is the number of values, on the device."""
-    programs = csr_rows(x.numel())
-    counts = x.new_empty(programs, dtype=torch.int32)
-    kernel = csr_count_kernel
-    launch(kernel, blocks_of(programs, CSR_ROWS), bits_of(x), counts, x.numel(), ROWS=CSR_ROWS, ROW=CSR_ROW)
-    rows = x.new_zeros(programs + 1, dtype=torch.int32)
+    counts = x.new_empty(csr_rows(x.numel()), dtype=torch.int32)
+    _launch_rows(csr_count_kernel, x.numel(), bits_of(x), counts, x.numel())
+    rows = x.new_zeros(counts.numel() + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=rows[1:])
     return rows
 
 
 def csr_compact(x: Tensor, rows: Tensor, columns: Tensor, values: Tensor) -> None:
     """Runs CSR's second pass: fills ``columns`` and ``values``, as far as they have room."""
-    launch(
-        csr_compact_kernel,
-        blocks_of(csr_rows(x.numel()), CSR_ROWS),
-        bits_of(x),
-        rows,
-        columns,
-        bits_of(values),
-        x.numel(),
-        values.numel(),
-        ROWS=CSR_ROWS,
-        ROW=CSR_ROW,
-        num_warps=ZVC_WARPS,
-    )
+    arguments = bits_of(x), rows, columns, bits_of(values), x.numel(), values.numel()
+    _launch_rows(csr_compact_kernel, x.numel(), *arguments, num_warps=ZVC_WARPS)
 
 
 def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,16 +107,10 @@ def csr_decode(columns: Tensor, rows: Tensor, values: Tensor, out: Tensor) -> No
             f"csr_decode asked for at most {out.numel()} values, got {values.numel()}. The stash was overwritten or "
             f"belongs to another tensor; compute the step again."
         )
-    launch(
-        csr_decode_kernel,
-        blocks_of(csr_rows(out.numel()), CSR_ROWS),
-        columns,
-        rows,
-        bits_of(values),
-        bits_of(out),
-        out.numel(),
-        values.numel(),
-        ROWS=CSR_ROWS,
-        ROW=CSR_ROW,
-        num_warps=ZVC_WARPS,
-    )
+    arguments = columns, rows, bits_of(values), bits_of(out), out.numel(), values.numel()
+    _launch_rows(csr_decode_kernel, out.numel(), *arguments, num_warps=ZVC_WARPS)
+
+
+def _launch_rows(kernel: Any, numel: int, *args: Any, **constants: Any) -> None:
+    programs = blocks_of(csr_rows(numel), CSR_ROWS)
+    launch(kernel, programs, *args, ROWS=CSR_ROWS, ROW=CSR_ROW, **constants)

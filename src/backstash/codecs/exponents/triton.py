@@ -10,7 +10,7 @@ from torch import Tensor
 from backstash.codecs.exponents.reference import EXPONENTS_BLOCK, EXPONENTS_LANES, check_exponents, exponents_blocks
 from backstash.ops import ZVC_CHUNK, bits_of, bytes_for, zvc_chunks
 from backstash.ops.triton.elements import block_offsets, load_fields
-from backstash.ops.triton.launching import ZVC_WARPS, bytes_per_field, launch
+from backstash.ops.triton.launching import bytes_per_field, launch, launch_chunks
 
 
 @triton.jit
@@ -172,19 +172,8 @@ def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 def _escapes(x: Tensor, bits: int, bases: Tensor, starts: Tensor, room: int) -> Tensor:
     """Runs the second pass. Returns the first ``room`` escapes."""
     escapes = x.new_empty(room, dtype=torch.uint8)
-    launch(
-        exponents_escapes_kernel,
-        bases.numel(),
-        bits_of(x),
-        bases,
-        starts,
-        escapes,
-        x.numel(),
-        room,
-        BITS=bits,
-        WIDE=x.element_size() == 4,
-        BLOCK=EXPONENTS_BLOCK,
-    )
+    arguments, wide = (bits_of(x), bases, starts, escapes, x.numel(), room), x.element_size() == 4
+    launch(exponents_escapes_kernel, bases.numel(), *arguments, BITS=bits, WIDE=wide, BLOCK=EXPONENTS_BLOCK)
     return escapes
 
 
@@ -224,22 +213,7 @@ def exponents_decode(
     """
     check_exponents(fractions, codes, bases, offsets, bits, out)
     wide = out.element_size() == 4
-    launch(
-        exponents_decode_kernel,
-        zvc_chunks(out.numel()),
-        fractions,
-        codes,
-        bases,
-        offsets,
-        escapes,
-        bits_of(out),
-        out.numel(),
-        codes.numel(),
-        escapes.numel(),
-        BITS=bits,
-        BYTES_PER_FIELD=bytes_per_field(bits),
-        WIDE=wide,
-        BLOCK=EXPONENTS_BLOCK,
-        CHUNK=ZVC_CHUNK,
-        num_warps=ZVC_WARPS,
-    )
+    planes = fractions, codes, bases, offsets, escapes
+    sizes = out.numel(), codes.numel(), escapes.numel()
+    constants = {"BITS": bits, "BYTES_PER_FIELD": bytes_per_field(bits), "WIDE": wide, "BLOCK": EXPONENTS_BLOCK}
+    launch_chunks(exponents_decode_kernel, out.numel(), *planes, bits_of(out), *sizes, **constants)

@@ -10,13 +10,11 @@ from torch import Tensor
 from backstash.ops import bits_of, bytes_for
 from backstash.ops.triton.elements import block_offsets, field_at, load_fields, share_of_byte, widened
 from backstash.ops.triton.launching import (
-    BLOCK,
-    BLOCK_BYTES,
-    blocks_of,
     bytes_per_field,
     check_plane,
     fields_per_byte,
-    launch,
+    launch_bytes,
+    launch_elements,
     number_bits,
 )
 
@@ -80,9 +78,9 @@ def fewbit_decode_kernel(
 def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
     packed = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
     nonfinite = x.new_zeros(1, dtype=torch.int64)
-    launch(
+    launch_bytes(
         fewbit_encode_kernel,
-        blocks_of(packed.numel(), BLOCK_BYTES),
+        packed,
         x,
         packed,
         nonfinite,
@@ -92,25 +90,15 @@ def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor
         COUNT=len(thresholds),
         BITS=bits,
         FIELDS_PER_BYTE=fields_per_byte(bits),
-        BLOCK_BYTES=BLOCK_BYTES,
     )
     return packed, nonfinite
 
 
 def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -> None:
     check_plane("fewbit_decode", "packed", packed, bytes_for(out.numel(), bits), out)
-    launch(
-        fewbit_decode_kernel,
-        blocks_of(out.numel(), BLOCK),
-        packed,
-        bits_of(out),
-        out.numel(),
-        packed.numel(),
-        tuple(number_bits(value, out.dtype) for value in values),
-        BITS=bits,
-        BYTES_PER_FIELD=bytes_per_field(bits),
-        BLOCK=BLOCK,
-    )
+    numbers = tuple(number_bits(value, out.dtype) for value in values)
+    arguments, nbytes = (packed, bits_of(out), out.numel(), packed.numel(), numbers), bytes_per_field(bits)
+    launch_elements(fewbit_decode_kernel, out.numel(), *arguments, BITS=bits, BYTES_PER_FIELD=nbytes)
 
 
 @triton.jit
@@ -137,16 +125,5 @@ def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor, out: Tensor) -> Non
     bits = table.numel().bit_length() - 1
     check_plane("scale_by_codes", "table", table, 2 ** min(max(bits, 1), 4), x)
     check_plane("scale_by_codes", "packed", packed, bytes_for(x.numel(), bits), x)
-    launch(
-        scale_by_codes_kernel,
-        blocks_of(x.numel(), BLOCK),
-        x,
-        packed,
-        table,
-        out,
-        x.numel(),
-        packed.numel(),
-        BITS=bits,
-        BYTES_PER_FIELD=bytes_per_field(bits),
-        BLOCK=BLOCK,
-    )
+    arguments, nbytes = (x, packed, table, out, x.numel(), packed.numel()), bytes_per_field(bits)
+    launch_elements(scale_by_codes_kernel, x.numel(), *arguments, BITS=bits, BYTES_PER_FIELD=nbytes)

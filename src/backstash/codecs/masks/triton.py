@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backstash.ops import bits_of, bytes_for
 from backstash.ops.triton.elements import block_offsets, elements_of, to_bytes, to_flags, widened
-from backstash.ops.triton.launching import BLOCK_BYTES, blocks_of, check_plane, launch, number_bits
+from backstash.ops.triton.launching import check_plane, launch_bytes, number_bits
 from backstash.saved import Test
 
 NONZERO = tl.constexpr(Test.NONZERO.code)
@@ -117,65 +117,31 @@ def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
     mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     nonzero = test == Test.NONZERO.code
-    launch(
-        bitmask_encode_kernel,
-        blocks_of(mask.numel(), BLOCK_BYTES),
-        bits_of(x) if nonzero else x,
-        mask,
-        x.numel(),
-        0 if nonzero else number_bits(lo, x.dtype, wide),
-        0 if nonzero else number_bits(hi, x.dtype, wide),
-        TEST=test,
-        BLOCK_BYTES=BLOCK_BYTES,
-    )
+    bounds = (0, 0) if nonzero else (number_bits(lo, x.dtype, wide), number_bits(hi, x.dtype, wide))
+    source = bits_of(x) if nonzero else x
+    launch_bytes(bitmask_encode_kernel, mask, source, mask, x.numel(), *bounds, TEST=test)
     return mask
 
 
 def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) -> None:
     check_plane("bitmask_decode", "mask", mask, bytes_for(out.numel(), 1), out)
-    launch(
-        bitmask_decode_kernel,
-        blocks_of(mask.numel(), BLOCK_BYTES),
-        mask,
-        bits_of(out),
-        out.numel(),
-        number_bits(if_set, out.dtype),
-        number_bits(if_clear, out.dtype),
-        BLOCK_BYTES=BLOCK_BYTES,
-    )
+    numbers = number_bits(if_set, out.dtype), number_bits(if_clear, out.dtype)
+    launch_bytes(bitmask_decode_kernel, mask, mask, bits_of(out), out.numel(), *numbers)
 
 
 def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
     mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
     strangers = x.new_zeros(1, dtype=torch.int64)
-    launch(
-        binary_encode_kernel,
-        blocks_of(mask.numel(), BLOCK_BYTES),
-        bits_of(x),
-        bits_of(pair),
-        mask,
-        strangers,
-        x.numel(),
-        BLOCK_BYTES=BLOCK_BYTES,
-    )
+    launch_bytes(binary_encode_kernel, mask, bits_of(x), bits_of(pair), mask, strangers, x.numel())
     return mask, strangers
 
 
 def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
     check_plane("binary_decode", "mask", mask, bytes_for(out.numel(), 1), out)
     check_plane("binary_decode", "pair", pair, 2, out)
-    launch(
-        binary_decode_kernel,
-        blocks_of(mask.numel(), BLOCK_BYTES),
-        mask,
-        bits_of(pair),
-        bits_of(out),
-        out.numel(),
-        BLOCK_BYTES=BLOCK_BYTES,
-    )
+    launch_bytes(binary_decode_kernel, mask, mask, bits_of(pair), bits_of(out), out.numel())
 
 
 def mask_select(x: Tensor, mask: Tensor, out: Tensor) -> None:
     check_plane("mask_select", "mask", mask, bytes_for(x.numel(), 1), x)
-    programs = blocks_of(mask.numel(), BLOCK_BYTES)
-    launch(mask_select_kernel, programs, bits_of(x), mask, bits_of(out), x.numel(), BLOCK_BYTES=BLOCK_BYTES)
+    launch_bytes(mask_select_kernel, mask, bits_of(x), mask, bits_of(out), x.numel())

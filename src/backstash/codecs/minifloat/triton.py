@@ -12,7 +12,7 @@ from torch import Tensor
 from backstash.codecs.minifloat.formats import FORMATS, Format, scale_ceiling
 from backstash.ops import ZVC_CHUNK, bits_of, groups
 from backstash.ops.triton.elements import block_offsets, element_bits, row_tile, single_bits
-from backstash.ops.triton.launching import BLOCK, ZVC_WARPS, blocks_of, check_plane, launch, number_bits
+from backstash.ops.triton.launching import ZVC_WARPS, blocks_of, check_plane, launch, launch_elements, number_bits
 
 
 @triton.jit
@@ -214,8 +214,7 @@ def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
     form = FORMATS[format]
     codes = x.new_empty(form.words(x.numel()), dtype=form.dtype)
     arguments, constants = (bits_of(x), codes, x.numel(), codes.numel()), format_constants(form, x.dtype)
-    programs = blocks_of(codes.numel(), BLOCK)
-    launch(minifloat_encode_kernel, programs, *arguments, NONZERO_STAYS=nonzero, BLOCK=BLOCK, **constants)
+    launch_elements(minifloat_encode_kernel, codes.numel(), *arguments, NONZERO_STAYS=nonzero, **constants)
     return codes
 
 
@@ -223,7 +222,7 @@ def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
     form = FORMATS[format]
     check_plane("minifloat_decode", "codes", codes, form.words(out.numel()), out)
     arguments, constants = (codes, bits_of(out), out.numel()), format_constants(form, out.dtype)
-    launch(minifloat_decode_kernel, blocks_of(out.numel(), BLOCK), *arguments, BLOCK=BLOCK, **constants)
+    launch_elements(minifloat_decode_kernel, out.numel(), *arguments, **constants)
 
 
 def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,7 @@ from torch import Tensor
 
 from backstash.ops import bytes_for
 from backstash.ops.triton.elements import block_offsets, field_at, load_fields, share_of_byte
-from backstash.ops.triton.launching import (
-    BLOCK,
-    BLOCK_BYTES,
-    blocks_of,
-    bytes_per_field,
-    check_plane,
-    fields_per_byte,
-    launch,
-)
+from backstash.ops.triton.launching import bytes_per_field, check_plane, fields_per_byte, launch_bytes, launch_elements
 
 
 @triton.jit
@@ -54,32 +46,12 @@ def narrow_decode_kernel(
 
 def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
     packed = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
-    launch(
-        narrow_encode_kernel,
-        blocks_of(packed.numel(), BLOCK_BYTES),
-        x,
-        packed,
-        x.numel(),
-        packed.numel(),
-        base,
-        BITS=bits,
-        FIELDS_PER_BYTE=fields_per_byte(bits),
-        BLOCK_BYTES=BLOCK_BYTES,
-    )
+    arguments, fields = (x, packed, x.numel(), packed.numel(), base), fields_per_byte(bits)
+    launch_bytes(narrow_encode_kernel, packed, *arguments, BITS=bits, FIELDS_PER_BYTE=fields)
     return packed
 
 
 def narrow_decode(packed: Tensor, bits: int, base: int, out: Tensor) -> None:
     check_plane("narrow_decode", "packed", packed, bytes_for(out.numel(), bits), out)
-    launch(
-        narrow_decode_kernel,
-        blocks_of(out.numel(), BLOCK),
-        packed,
-        out,
-        out.numel(),
-        packed.numel(),
-        base,
-        BITS=bits,
-        BYTES_PER_FIELD=bytes_per_field(bits),
-        BLOCK=BLOCK,
-    )
+    arguments, nbytes = (packed, out, out.numel(), packed.numel(), base), bytes_per_field(bits)
+    launch_elements(narrow_decode_kernel, out.numel(), *arguments, BITS=bits, BYTES_PER_FIELD=nbytes)

@@ -13,7 +13,7 @@ from backstash.codecs.szp.reference import SZP_BLOCK
 from backstash.errors import DamagedPlanesError
 from backstash.ops import ZVC_CHUNK, bits_of, bytes_for, zvc_chunks
 from backstash.ops.triton.elements import block_offsets, element_bits, elements_of, single_bits, to_bytes, to_flags
-from backstash.ops.triton.launching import BLOCK, ZVC_WARPS, blocks_of, check_plane, launch
+from backstash.ops.triton.launching import BLOCK, blocks_of, check_plane, launch, launch_chunks
 
 SLOT = ZVC_CHUNK + ZVC_CHUNK // SZP_BLOCK // 4
 """Words that a chunk takes at most."""
@@ -167,7 +167,8 @@ def szp_decode_kernel(
 
 def szp_range(x: Tensor) -> Tensor:
     keys = torch.stack([x.new_full((), 0x7F800000, dtype=torch.int32), x.new_full((), -0x7F800001, dtype=torch.int32)])
-    _launch_elements(szp_range_kernel, blocks_of(x.numel(), ZVC_CHUNK), x, keys, x.numel(), BLOCK=ZVC_CHUNK)
+    arguments, half = (bits_of(x), keys, x.numel()), x.dtype == torch.float16
+    launch(szp_range_kernel, blocks_of(x.numel(), ZVC_CHUNK), *arguments, HALF=half, BLOCK=ZVC_CHUNK)
     found = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
     return torch.where(keys[0] <= keys[1], found, 0.0) + 0.0
 
@@ -183,7 +184,8 @@ def szp_encode_staged(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     mask = x.new_empty(bytes_for(x.numel(), 1), dtype=torch.uint8)
     sizes = x.new_empty(chunks, dtype=torch.int64)
     staging = x.new_empty((chunks, SLOT), dtype=torch.int32)
-    _launch_elements(szp_encode_kernel, chunks, x, grid, mask, sizes, staging, x.numel(), **_constants(x))
+    arguments = bits_of(x), grid, mask, sizes, staging, x.numel()
+    launch_chunks(szp_encode_kernel, x.numel(), *arguments, **_constants(x))
     return mask, sizes.cumsum(0) - sizes, staging, sizes
 
 
@@ -233,15 +235,9 @@ def szp_decode(mask: Tensor, offsets: Tensor, words: Tensor, step: Tensor, out: 
             f"szp_decode asked for at most {chunks * SLOT} words, got {words.numel()}. The stash was overwritten or "
             f"belongs to another tensor; compute the step again."
         )
-    kernel = szp_decode_kernel
     arguments = mask, offsets, words, step, bits_of(out), out.numel(), words.numel()
-    launch(kernel, chunks, *arguments, HALF=out.dtype == torch.float16, **_constants(out))
+    launch_chunks(szp_decode_kernel, out.numel(), *arguments, **_constants(out))
 
 
 def _constants(x: Tensor) -> dict[str, Any]:
-    return {"BITS": 8 * x.element_size(), "CHUNK": ZVC_CHUNK, "BLOCK": SZP_BLOCK, "num_warps": ZVC_WARPS}
-
-
-def _launch_elements(kernel: Any, programs: int, x: Tensor, *args: Any, **constants: Any) -> None:
-    half = x.dtype == torch.float16
-    launch(kernel, programs, bits_of(x), *args, HALF=half, **constants)
+    return {"HALF": x.dtype == torch.float16, "BITS": 8 * x.element_size(), "BLOCK": SZP_BLOCK}

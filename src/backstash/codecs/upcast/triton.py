@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backstash.ops import bits_of
 from backstash.ops.triton.elements import block_offsets
-from backstash.ops.triton.launching import BLOCK, blocks_of, launch
+from backstash.ops.triton.launching import launch_elements
 
 
 @triton.jit
@@ -26,6 +26,5 @@ def upcast_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`backstash.codecs.upcast.reference.upcast_encode`. Never waits for the device."""
     upper = x.new_empty(x.numel(), dtype=torch.bfloat16)
     others = x.new_zeros(1, dtype=torch.int64)
-    blocks = blocks_of(x.numel(), BLOCK)
-    launch(upcast_encode_kernel, blocks, bits_of(x), bits_of(upper), others, x.numel(), BLOCK=BLOCK)
+    launch_elements(upcast_encode_kernel, x.numel(), bits_of(x), bits_of(upper), others, x.numel())
     return upper, others

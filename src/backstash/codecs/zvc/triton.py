@@ -18,7 +18,7 @@ from backstash.codecs.minifloat.triton import (
 from backstash.errors import DamagedPlanesError
 from backstash.ops import ZVC_CHUNK, bits_of, bytes_for, zvc_chunks
 from backstash.ops.triton.elements import block_offsets, element_bits, elements_of, single_bits, to_bytes, to_flags
-from backstash.ops.triton.launching import ZVC_WARPS, check_plane, launch
+from backstash.ops.triton.launching import ZVC_WARPS, check_plane, launch, launch_chunks
 
 
 @triton.jit
@@ -67,18 +67,8 @@ def zvc_masked(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _zvc_compact(x: Tensor, offsets: Tensor, values: Tensor) -> None:
     """Runs ZVC's second pass: fills ``values`` with the elements that have any bit set, as far as it has room."""
-    kernel = zvc_compact_kernel
-    launch(
-        kernel,
-        offsets.numel(),
-        bits_of(x),
-        offsets,
-        bits_of(values),
-        x.numel(),
-        values.numel(),
-        CHUNK=ZVC_CHUNK,
-        num_warps=ZVC_WARPS,
-    )
+    arguments = bits_of(x), offsets, bits_of(values), x.numel(), values.numel()
+    launch_chunks(zvc_compact_kernel, x.numel(), *arguments)
 
 
 def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,18 +107,8 @@ def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> No
             f"zvc_decode asked for at most {out.numel()} values, got {values.numel()}. The stash was overwritten or "
             f"belongs to another tensor; compute the step again."
         )
-    launch(
-        zvc_decode_kernel,
-        offsets.numel(),
-        mask,
-        offsets,
-        bits_of(values),
-        bits_of(out),
-        out.numel(),
-        values.numel(),
-        CHUNK=ZVC_CHUNK,
-        num_warps=ZVC_WARPS,
-    )
+    arguments = mask, offsets, bits_of(values), bits_of(out), out.numel(), values.numel()
+    launch_chunks(zvc_decode_kernel, out.numel(), *arguments)
 
 
 @triton.jit
@@ -194,18 +174,9 @@ def zvc_minifloat_decode_kernel(
 
 def zvc_minifloat_compact(x: Tensor, format: str, offsets: Tensor, values: Tensor, room: int) -> None:
     """Fills ``values`` with codes of the first ``room`` elements that have any bit set. It has zeros if FIELDS > 1."""
-    launch(
-        zvc_minifloat_compact_kernel,
-        offsets.numel(),
-        bits_of(x),
-        offsets,
-        values,
-        x.numel(),
-        room,
-        CHUNK=ZVC_CHUNK,
-        num_warps=ZVC_WARPS,
-        **format_constants(FORMATS[format], x.dtype),
-    )
+    arguments = bits_of(x), offsets, values, x.numel(), room
+    constants = format_constants(FORMATS[format], x.dtype)
+    launch_chunks(zvc_minifloat_compact_kernel, x.numel(), *arguments, **constants)
 
 
 def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,16 +215,5 @@ def zvc_minifloat_decode(mask: Tensor, offsets: Tensor, values: Tensor, format: 
             f"zvc_minifloat_decode asked for at most {out.numel()} values in {form.words(out.numel())} words, got "
             f"{values.numel()} words. The stash was overwritten or belongs to another tensor; compute the step again."
         )
-    launch(
-        zvc_minifloat_decode_kernel,
-        offsets.numel(),
-        mask,
-        offsets,
-        values,
-        bits_of(out),
-        out.numel(),
-        values.numel(),
-        CHUNK=ZVC_CHUNK,
-        num_warps=ZVC_WARPS,
-        **format_constants(form, out.dtype),
-    )
+    arguments = mask, offsets, values, bits_of(out), out.numel(), values.numel()
+    launch_chunks(zvc_minifloat_decode_kernel, out.numel(), *arguments, **format_constants(form, out.dtype))

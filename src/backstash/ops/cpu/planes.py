@@ -26,6 +26,11 @@ def threads_for(nbytes: int) -> int:
     return 1 if nbytes < SERIAL_BELOW else torch.get_num_threads()
 
 
+def pointers(*tensors: Tensor | None) -> list[int | None]:
+    """Returns where each tensor's memory begins; None for one that is not there."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def new_plane(numel: int, dtype: torch.dtype) -> Tensor:
     """Returns memory [numel] for a plane, in huge pages where it is large."""
     out = torch.empty(numel, dtype=dtype, device="cpu")

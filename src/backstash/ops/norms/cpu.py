@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backstash.ops.cpu import library
-from backstash.ops.cpu.planes import check_plane, threads_for
+from backstash.ops.cpu.planes import check_plane, pointers, threads_for
 from backstash.ops.layout import Rounding, bytes_for
 from backstash.ops.norms import reference as reference
 
@@ -18,10 +18,6 @@ _lib: Any = library.functions(
     bs_batch_norm_channels="l(ppppplllpppi)",
     bs_batch_norm_pixels="(pppppppllpi)",
 )
-
-
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def affine(
@@ -54,11 +50,11 @@ def affine(
         return reference.affine(*given, picked, begin, step, *of_residual)
     channels = x.shape[1]
     scratch = torch.empty(2 * channels, dtype=torch.float32, device="cpu")
-    pointers = _pointers(x, residual, mean, invstd, weight, bias, scratch)
+    inputs = pointers(x, residual, mean, invstd, weight, bias, scratch)
     if mask is not None:
         check_plane("affine", "mask", mask, bytes_for(x.numel(), 1))
     numbers = outer, channels, inner, activation, lo, hi
-    _lib.bs_affine(*pointers, *numbers, *_pointers(mask, out), threads_for(x.numel() * 4))
+    _lib.bs_affine(*inputs, *numbers, *pointers(mask, out), threads_for(x.numel() * 4))
     if picked is not None:
         reference.pick(out, picked, begin, step)
     return None
@@ -70,8 +66,8 @@ def batch_norm_channels(
     outer, channels, inner = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     # Two tensors with their own memory, because they become the gradients of two parameters.
     weight_grad, bias_grad = (torch.empty(channels, dtype=torch.float32, device="cpu") for _ in range(2))
-    results = _pointers(out, weight_grad, bias_grad)
-    inputs = _pointers(grad, x, mean, invstd, weight)
+    results = pointers(out, weight_grad, bias_grad)
+    inputs = pointers(grad, x, mean, invstd, weight)
     left: int = _lib.bs_batch_norm_channels(*inputs, outer, channels, inner, *results, threads_for(x.numel() * 4))
     return weight_grad, bias_grad, left
 
@@ -87,5 +83,5 @@ def batch_norm_pixels(
     out: Tensor,
 ) -> None:
     channels = x.shape[1]
-    pointers = _pointers(grad, x, mean, invstd, weight, k, grad_mean, out)
-    _lib.bs_batch_norm_pixels(*pointers[:-1], x.numel() // channels, channels, pointers[-1], threads_for(x.numel() * 4))
+    inputs = pointers(grad, x, mean, invstd, weight, k, grad_mean)
+    _lib.bs_batch_norm_pixels(*inputs, x.numel() // channels, channels, out.data_ptr(), threads_for(x.numel() * 4))

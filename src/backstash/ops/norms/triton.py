@@ -137,33 +137,9 @@ def affine(
     if mask is not None:
         check_plane("affine", "mask", mask, bytes_for(numel, 1), out)
     blocks = blocks_of(numel, BLOCK)
-    launch(
-        affine_kernel,
-        blocks + (picked is not None),
-        x,
-        mean,
-        invstd,
-        weight,
-        bias,
-        residual,
-        residual_mean,
-        residual_invstd,
-        residual_weight,
-        residual_bias,
-        mask,
-        out,
-        picked,
-        numel,
-        x.shape[1],
-        inner,
-        float(lo),
-        float(hi),
-        begin,
-        step,
-        0 if picked is None else picked.numel(),
-        blocks,
-        ACTIVATION=int(activation),
-        ROUNDING=int(rounding),
-        WIDE=numel >= 1 << 31,
-        BLOCK=BLOCK,
-    )
+    norm, second = (mean, invstd, weight, bias), (residual_mean, residual_invstd, residual_weight, residual_bias)
+    tensors = x, *norm, residual, *second, mask, out, picked
+    picks = 0 if picked is None else picked.numel()
+    numbers = numel, x.shape[1], inner, float(lo), float(hi), begin, step, picks, blocks
+    constants = {"ACTIVATION": int(activation), "ROUNDING": int(rounding), "WIDE": numel >= 1 << 31, "BLOCK": BLOCK}
+    launch(affine_kernel, blocks + (picked is not None), *tensors, *numbers, **constants)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backstash.ops.cpu import library
-from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, threads_for
+from backstash.ops.cpu.planes import SMALL_FLOATS, check_plane, pointers, threads_for
 from backstash.ops.layout import Rounding, bytes_for, images
 from backstash.ops.onepass import reference as reference
 
@@ -20,10 +20,6 @@ _lib: Any = library.functions(
     bs_curve="(pilippllipi)",
     bs_dropout="(pilpdipi)",
 )
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _code(x: Tensor | None) -> int:
@@ -41,23 +37,10 @@ def row_norm(
     nan: int,
     out: Tensor,
 ) -> None:
-    _lib.bs_norm_rows(
-        x.data_ptr(),
-        _pointer(residual),
-        _code(x),
-        _pointer(mean),
-        rstd.data_ptr(),
-        _pointer(weight),
-        _pointer(bias),
-        _code(bias if weight is None else weight),
-        rstd.numel(),
-        x.numel() // max(1, rstd.numel()),
-        int(order),
-        nan,
-        out.data_ptr(),
-        _code(out),
-        threads_for(x.nbytes),
-    )
+    rows, of_vectors = rstd.numel(), _code(bias if weight is None else weight)
+    sizes = rows, x.numel() // max(1, rows)
+    inputs = *pointers(x, residual), _code(x), *pointers(mean, rstd, weight, bias), of_vectors
+    _lib.bs_norm_rows(*inputs, *sizes, int(order), nan, out.data_ptr(), _code(out), threads_for(x.nbytes))
 
 
 def grouped_norm(
@@ -83,30 +66,11 @@ def grouped_norm(
         )
     lines = torch.empty(2 * x.shape[0] * x.shape[1], dtype=torch.float32, device="cpu")
     pixels = x.numel() // (x.shape[0] * x.shape[1])
-    _lib.bs_group_norm(
-        x.data_ptr(),
-        _code(x),
-        mean.data_ptr(),
-        rstd.data_ptr(),
-        _pointer(weight),
-        _pointer(bias),
-        _code(bias if weight is None else weight),
-        x.shape[0],
-        x.shape[1],
-        pixels,
-        sizes[1],
-        groups,
-        int(curve),
-        _pointer(whole),
-        _pointer(tail),
-        chunk,
-        step,
-        nan,
-        lines.data_ptr(),
-        out.data_ptr(),
-        _pointer(normed),
-        threads_for(x.nbytes),
-    )
+    of_vectors = _code(bias if weight is None else weight)
+    inputs = x.data_ptr(), _code(x), *pointers(mean, rstd, weight, bias), of_vectors
+    shape = x.shape[0], x.shape[1], pixels, sizes[1], groups
+    table = int(curve), *pointers(whole, tail), chunk, step, nan
+    _lib.bs_group_norm(*inputs, *shape, *table, *pointers(lines, out, normed), threads_for(x.nbytes))
 
 
 def channel_norm(
@@ -130,25 +94,9 @@ def channel_norm(
         given = x, mean, invstd, weight, bias, residual, activation, lo, hi, outer, inner, nan, out, rounding
         return reference.channel_norm(*given)
     lines = torch.empty(2 * x.shape[1], dtype=torch.float32, device="cpu")
-    _lib.bs_channel_norm(
-        x.data_ptr(),
-        _pointer(residual),
-        _code(x),
-        mean.data_ptr(),
-        invstd.data_ptr(),
-        _pointer(weight),
-        _pointer(bias),
-        outer,
-        x.shape[1],
-        inner,
-        int(activation),
-        lo,
-        hi,
-        nan,
-        lines.data_ptr(),
-        out.data_ptr(),
-        threads_for(x.nbytes),
-    )
+    inputs = *pointers(x, residual), _code(x), *pointers(mean, invstd, weight, bias)
+    numbers = outer, x.shape[1], inner, int(activation), lo, hi, nan
+    _lib.bs_channel_norm(*inputs, *numbers, *pointers(lines, out), threads_for(x.nbytes))
 
 
 def gated(
@@ -163,39 +111,16 @@ def gated(
     out: Tensor,
     inner: Tensor | None,
 ) -> None:
-    _lib.bs_gated(
-        gate.data_ptr(),
-        up.data_ptr(),
-        _code(gate),
-        gate.numel(),
-        _pointer(whole),
-        _pointer(tail),
-        chunk,
-        step,
-        nan,
-        tail_nan,
-        out.data_ptr(),
-        _pointer(inner),
-        threads_for(gate.nbytes),
-    )
+    inputs = *pointers(gate, up), _code(gate), gate.numel()
+    table = *pointers(whole, tail), chunk, step, nan, tail_nan
+    _lib.bs_gated(*inputs, *table, *pointers(out, inner), threads_for(gate.nbytes))
 
 
 def curve(
     x: Tensor, curve: int, whole: Tensor | None, tail: Tensor | None, chunk: int, step: int, nan: int, out: Tensor
 ) -> None:
-    _lib.bs_curve(
-        x.data_ptr(),
-        _code(x),
-        x.numel(),
-        int(curve),
-        _pointer(whole),
-        _pointer(tail),
-        chunk,
-        step,
-        nan,
-        out.data_ptr(),
-        threads_for(x.nbytes),
-    )
+    table = int(curve), *pointers(whole, tail), chunk, step, nan
+    _lib.bs_curve(x.data_ptr(), _code(x), x.numel(), *table, out.data_ptr(), threads_for(x.nbytes))
 
 
 def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -> None:

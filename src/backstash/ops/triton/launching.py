@@ -8,9 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from backstash.ops.bits import bits_of
 from backstash.ops.cuda import launcher
+from backstash.ops.layout import ZVC_CHUNK, zvc_chunks
 from backstash.ops.layout import check_plane as check_plane
 from backstash.ops.triton import relaunching
 
@@ -35,6 +37,21 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         else:
             with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments say
                 _run(kernel, programs, args, constants)
+
+
+def launch_bytes(kernel: Any, plane: Tensor, *args: Any, **constants: Any) -> None:
+    """Runs a program for each ``BLOCK_BYTES`` bytes of a packed plane."""
+    launch(kernel, blocks_of(plane.numel(), BLOCK_BYTES), *args, BLOCK_BYTES=BLOCK_BYTES, **constants)
+
+
+def launch_elements(kernel: Any, numel: int, *args: Any, **constants: Any) -> None:
+    """Runs a program for each ``BLOCK`` elements."""
+    launch(kernel, blocks_of(numel, BLOCK), *args, BLOCK=BLOCK, **constants)
+
+
+def launch_chunks(kernel: Any, numel: int, *args: Any, **constants: Any) -> None:
+    """Runs a program for each chunk of ``ZVC_CHUNK`` elements."""
+    launch(kernel, zvc_chunks(numel), *args, CHUNK=ZVC_CHUNK, num_warps=ZVC_WARPS, **constants)
 
 
 def _run(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -13,15 +13,7 @@ from torch import Tensor
 from backstash.codecs.narrow.windows.reference import window_bits
 from backstash.ops import bytes_for
 from backstash.ops.triton.elements import block_offsets, field_at, load_fields, share_of_byte
-from backstash.ops.triton.launching import (
-    BLOCK,
-    BLOCK_BYTES,
-    blocks_of,
-    bytes_per_field,
-    check_plane,
-    fields_per_byte,
-    launch,
-)
+from backstash.ops.triton.launching import bytes_per_field, check_plane, fields_per_byte, launch_bytes, launch_elements
 
 
 @triton.jit
@@ -193,9 +185,9 @@ def window_encode(
     bits = window_bits(kernel)
     packed = indices.new_empty(bytes_for(indices.numel(), bits), dtype=torch.uint8)
     strays = indices.new_zeros(1, dtype=torch.int64)
-    launch(
+    launch_bytes(
         window_encode_kernel,
-        blocks_of(packed.numel(), BLOCK_BYTES),
+        packed,
         indices,
         packed,
         strays,
@@ -207,7 +199,6 @@ def window_encode(
         tuple(output_size),
         **_window_constants(indices.numel(), input_size, kernel, stride, padding, dilation),
         FIELDS_PER_BYTE=fields_per_byte(bits),
-        BLOCK_BYTES=BLOCK_BYTES,
     )
     return packed, strays
 
@@ -225,9 +216,9 @@ def window_decode(
 ) -> None:
     bits = window_bits(kernel)
     check_plane("window_decode", "packed", packed, bytes_for(out.numel(), bits), out)
-    launch(
+    launch_elements(
         window_decode_kernel,
-        blocks_of(out.numel(), BLOCK),
+        out.numel(),
         packed,
         out,
         out.numel(),
@@ -237,7 +228,6 @@ def window_decode(
         tuple(output_size),
         **_window_constants(out.numel(), input_size, kernel, stride, padding, dilation),
         BYTES_PER_FIELD=bytes_per_field(bits),
-        BLOCK=BLOCK,
     )
 
 
@@ -259,9 +249,9 @@ def window_scatter(
     """
     bits = window_bits(kernel)
     check_plane("window_scatter", "packed", packed, bytes_for(grad.numel(), bits), out)
-    launch(
+    launch_elements(
         window_scatter_kernel,
-        blocks_of(out.numel(), BLOCK),
+        out.numel(),
         packed,
         grad,
         out,
@@ -273,5 +263,4 @@ def window_scatter(
         **_window_constants(max(grad.numel(), out.numel()), input_size, kernel, stride, padding, dilation),
         POSITIONS=math.prod(kernel),
         BYTES_PER_FIELD=bytes_per_field(bits),
-        BLOCK=BLOCK,
     )
