@@ -21,7 +21,7 @@ HOOKS = {"session", "capture", "forecast", "report", "rewrites", "integrations",
 
 SAID_WITH_THEIR_MODULE = {
     *("attach", "get", "names", "BackstashCallback"),  # of a framework, of a registry
-    *("compare", "plan", "profile", "main", "add_to"),  # of the command line, beside what a command calls
+    *("compare", "plan", "profile", "main"),  # of the command line, beside what a command calls
     *("listen", "unlisten", "admit", "dismiss"),  # to modules, passes, regions; of transforms, of checkpoints
 }
 """Names that several modules define, all of which are only ever said together with the module's name."""

@@ -122,14 +122,14 @@ def test_help_and_completion_name_the_policies(invoke: Invoke) -> None:
 
 @pytest.mark.parametrize("name", list(benching.BENCHES))
 def test_each_benchmark_is_in_the_repository(name: str) -> None:
-    assert benching._clone(name) is not None
+    assert benching.clone_with(name) is not None
 
 
 def test_benchmarks_are_offered_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
-    assert benching._clone("run") is not None
+    assert benching.clone_with("run") is not None
     assert " bench " in invoke("--help").stdout
     monkeypatch.setattr(benching, "__file__", str(tmp_path / "site" / "backstash" / "cli" / "benching.py"))
-    assert benching._clone("run") is None
+    assert benching.clone_with("run") is None
 
 
 def test_doctor_finds_everything_in_order(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:

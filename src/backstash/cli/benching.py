@@ -43,11 +43,6 @@ BENCHES = {
 FOLDERS = ("bench", "studies")
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command. It is not offered outside a clone of the repository, where it could only say so."""
-    app.command(context_settings={"allow_interspersed_args": False}, hidden=_clone("run") is None)(bench)
-
-
 def bench(
     name: Annotated[str, typer.Argument(help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()) + ".")],
     args: Annotated[list[str] | None, typer.Argument(help="The benchmark's own arguments.")] = None,
@@ -66,7 +61,7 @@ def bench(
     raise typer.Exit(exit_code)
 
 
-def _clone(name: str) -> tuple[Path, str] | None:
+def clone_with(name: str) -> tuple[Path, str] | None:
     """The clone of the repository that has this benchmark, above the package or the current folder, and its folder."""
     for root in (Path(__file__).resolve().parents[3], Path.cwd()):
         for folder in FOLDERS:
@@ -78,7 +73,7 @@ def _clone(name: str) -> tuple[Path, str] | None:
 def _repository(name: str) -> tuple[Path, str]:
     if name not in BENCHES:
         raise UnknownNameError(f"benchmark {name!r} was asked for, but there are {', '.join(BENCHES)}.")
-    found = _clone(name)
+    found = clone_with(name)
     if found is None:
         raise ScriptError(
             f"benchmark {name!r} was asked for, but there is no bench/{name}.py or studies/{name}.py in "

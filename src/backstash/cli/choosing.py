@@ -9,17 +9,12 @@ import typer
 
 from backstash import policies as registry
 from backstash.cli.endings import exits
-from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, OnlyAdvice, Script, ScriptCommand
+from backstash.cli.options import AllocatorName, Arguments, IsModule, MinNbytes, OnlyAdvice, Script
 from backstash.cli.tables import end, progress, show
 from backstash.integrations import allocator as allocators
 from backstash.report.choose import recommend
 from backstash.report.compare import TIMED, Program, compare, runs_of
 from backstash.report.watch import PLAIN
-
-
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(cls=ScriptCommand)(choose)
 
 
 def choose(

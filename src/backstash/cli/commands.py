@@ -19,6 +19,7 @@ from backstash.cli import (
     verifying,
 )
 from backstash.cli.endings import exits
+from backstash.cli.options import ScriptCommand
 from backstash.version import __version__
 
 app = typer.Typer(
@@ -28,8 +29,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for _commands in (running, planning, fitting, verifying, comparing, choosing, demonstrating, listing, benching):
-    _commands.add_to(app)
+_OWN_FIRST = {"allow_interspersed_args": False}  # what follows the script is the script's
+
+app.command(context_settings=_OWN_FIRST)(running.run)
+app.command(context_settings=_OWN_FIRST)(planning.profile)
+app.command(context_settings=_OWN_FIRST)(planning.plan)
+app.command(context_settings=_OWN_FIRST)(planning.estimate)
+app.command(cls=ScriptCommand)(fitting.fit)
+app.command("verify", cls=ScriptCommand)(verifying.verify_command)
+app.command(cls=ScriptCommand)(comparing.compare)
+app.command(cls=ScriptCommand)(choosing.choose)
+app.command()(demonstrating.demo)
+app.command()(listing.policies)
+app.command()(listing.doctor)
+# Outside a clone of the repository it could only say that there is none.
+app.command(context_settings=_OWN_FIRST, hidden=benching.clone_with("run") is None)(benching.bench)
 
 
 def _show_version(asked: bool) -> None:

@@ -18,7 +18,6 @@ from backstash.cli.options import (
     MinNbytes,
     Quiet,
     Script,
-    ScriptCommand,
     complete_policies,
 )
 from backstash.cli.tables import end, progress, show
@@ -26,11 +25,6 @@ from backstash.integrations import allocator as allocators
 from backstash.report.compare import Program, runs_of
 from backstash.report.compare import compare as run_comparison
 from backstash.report.watch import PLAIN
-
-
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(cls=ScriptCommand)(compare)
 
 
 def compare(

@@ -19,11 +19,6 @@ from backstash.errors import UnknownNameError
 from backstash.integrations.launcher import INTERRUPTED
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(demo)
-
-
 def demo(
     name: Annotated[
         str, typer.Argument(help="; ".join(f"{each.name}: {each.title}" for each in DEMONSTRATIONS.values()) + ".")

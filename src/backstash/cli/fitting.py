@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Arguments, IsModule, NoProgress, Script, ScriptCommand, file_for
+from backstash.cli.options import Arguments, IsModule, NoProgress, Script, file_for
 from backstash.cli.planning import Allow, check_options, words
 from backstash.cli.waiting import waiting
 from backstash.forecast.cards import CARDS, card_named
@@ -20,11 +20,6 @@ from backstash.forecast.sizes import SizedSteps
 from backstash.integrations.launcher import require_script
 from backstash.planning.model.budget import REORDERED, families
 from backstash.stash.tables import amount, table
-
-
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("fit", cls=ScriptCommand)(fit)
 
 
 def complete_card(incomplete: str) -> list[tuple[str, str]]:

@@ -14,12 +14,6 @@ from backstash import policies as registry
 from backstash.report import doctor as doctoring
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.command()(policies)
-    app.command()(doctor)
-
-
 def policies(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:

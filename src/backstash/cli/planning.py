@@ -65,12 +65,6 @@ OffloadTo = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the commands."""
-    for command in (profile, plan, estimate):
-        app.command(context_settings={"allow_interspersed_args": False})(command)
-
-
 def profile(
     context: typer.Context,
     script: Script,

@@ -39,11 +39,6 @@ _STARTED_AGAIN = "BACKSTASH_STARTED_UNDER"
 """The variable that tells a process that it was started again, under that allocator."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command(context_settings={"allow_interspersed_args": False})(run)
-
-
 def run(
     context: typer.Context,
     script: Script,

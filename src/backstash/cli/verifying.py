@@ -8,17 +8,12 @@ from typing import Annotated
 import typer
 
 from backstash.cli.endings import exits
-from backstash.cli.options import Arguments, IsModule, Quiet, Script, ScriptCommand, file_for
+from backstash.cli.options import Arguments, IsModule, Quiet, Script, file_for
 from backstash.cli.waiting import INTERRUPTED_NOTE, waiting
 from backstash.integrations.launcher import INTERRUPTED
 from backstash.report.compare import Program
 from backstash.report.verified import verify_script
 from backstash.verifying.verdict import Verification, verification_page
-
-
-def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command("verify", cls=ScriptCommand)(verify_command)
 
 
 def verify_command(
