@@ -30,6 +30,7 @@ from backstash.report.steps import Steps
 from backstash.torch_internals import QUIET_LOGS, ignore_global_hooks_of_compiled_modules, in_backward
 from backstash.verifying.facts import generator_digests
 from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
+from backstash.verifying.observing import ObservedRun
 from backstash.verifying.reference import Reference
 from backstash.verifying.runlog import RunLog
 from backstash.verifying.step import IN_PLACE, looked_at, rounds_otherwise
@@ -114,7 +115,7 @@ def carry_out_verification(order: VerifyRequest) -> int:
     random.seed(order.seed)
     np.random.seed(order.seed % (1 << 32))
     torch.manual_seed(order.seed)
-    under: WatchedRun | Reference
+    under: ObservedRun
     if order.is_reference:
         under = Reference(order.recomputing, order.keep_pass, order.compiled, order.copies)
     else:

@@ -28,15 +28,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from backstash.capture import passes
 from backstash.capture.naming import tensors_within
 from backstash.saved import is_tensor
 from backstash.session import Session
@@ -44,36 +42,24 @@ from backstash.torch_internals import (
     ReentrantCheckpoint,
     compiling_without_budgets,
     function_apply,
-    hook_pushing,
-    ignore_global_hooks_of_compiled_modules,
-    is_dynamo_compiling,
-    is_traced,
     nodes_behind,
     push_saved_tensor_hooks,
     remove_saved_tensor_hooks,
-    replace_function_apply,
-    replace_hook_pushing,
 )
-from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
-from backstash.verifying.gradients import gradient_copies, gradient_sums
-from backstash.verifying.paths import ModulePaths, Stacks
-from backstash.verifying.runlog import RunLog
+from backstash.verifying.checksum import Checksum, numbers_of
+from backstash.verifying.observing import ObservedRun, is_compiling, name_of_class, replaced, sums_of
 
 _MOST_NODES = 100_000
 
 
-class Reference:
+class Reference(ObservedRun):
     """Inside the ``with``, no saver is at work, and gradients are noted at the end of each backward pass.
 
     Args:
         recomputing: names of custom autograd functions that recompute (Note: [functions that recompute]).
-        keep_pass: number of the backward pass whose gradients are kept, and not only their checksums.
+        keep_pass: as in ObservedRun.
         compiled: whether compiled functions are compiled anew without a budget, and do not run in eager mode.
         copies: whether autograd saves copies, which nobody can change in place.
-
-    Attributes:
-        paths: as in WatchedRun.
-        gradients: those of that pass, by name.
     """
 
     def __init__(
@@ -83,71 +69,34 @@ class Reference:
         compiled: bool = False,
         copies: bool = False,
     ) -> None:
-        self.log, self.paths = RunLog(), ModulePaths()
-        self.gradients: dict[str, Tensor] = {}
-        self._recomputing, self._keep_pass, self._compiled = frozenset(recomputing), keep_pass, compiled
-        self._copies = copies
+        super().__init__(recomputing, keep_pass)
+        self._compiled, self._copies = compiled, copies
+        self._plain: list[Any] = []
+        self._stance: Any = None
         self._calls: list[tuple[int, list[Checksum]]] = []
         self._noted = 0  # how deep the module is whose call is noted; 0 for none
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._thread = threading.get_ident()
 
-    def __enter__(self) -> Reference:
-        ignore_global_hooks_of_compiled_modules()
-        self._before = hook_pushing()
-        self._enter_session = Session.__enter__
-        self._no_grad_enter = torch.no_grad.__enter__
-        self._plain: list[Any] = []
-        self._stance: Any = None
-        self._compile: Any = None
-        self._budgets: AbstractContextManager[None] | None = None
-        self._here = Stacks()
-        try:
-            if self._compiled:
-                self.log.is_compiled = True
-                self._budgets = compiling_without_budgets()
-                self._budgets.__enter__()
-            else:
-                self._compile = torch.compile
-                torch.compile = self._compiling
-                if "torch._dynamo" in sys.modules:  # else its import would take seconds for nothing
-                    self._force_eager()
-            replace_hook_pushing(self._push, self._pop)
-            replace_function_apply(classmethod(self._apply))
-            Session.__enter__ = _enter_nothing  # type: ignore[method-assign]
-            torch.no_grad.__enter__ = self._enter_no_grad()  # type: ignore[method-assign]
-            self._module_hooks = (
-                nn.modules.module.register_module_forward_pre_hook(self._enter_module),
-                nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
-            )
-            passes.listen(self, of_grad=True)
-            if self._copies:
-                push_saved_tensor_hooks(_copy, _copied)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _install(self, undo: ExitStack) -> None:
+        self._compile = torch.compile
+        if self._compiled:
+            self.log.is_compiled = True
+            undo.enter_context(compiling_without_budgets())
+        else:
+            undo.callback(self._end_stance)
+            undo.enter_context(replaced(torch, "compile", self._compiling))
+            if "torch._dynamo" in sys.modules:  # else its import would take seconds for nothing
+                self._force_eager()
+        undo.enter_context(replaced(Session, "__enter__", _enter_nothing))
+        undo.enter_context(replaced(torch.no_grad, "__enter__", self._enter_no_grad()))
         if self._copies:
-            remove_saved_tensor_hooks(_copy)
-        passes.unlisten(self)
-        for hook in getattr(self, "_module_hooks", ()):
-            hook.remove()
-        torch.no_grad.__enter__ = self._no_grad_enter  # type: ignore[method-assign]
-        Session.__enter__ = self._enter_session  # type: ignore[method-assign]
-        replace_function_apply(function_apply)
-        replace_hook_pushing(*self._before)
-        if self._compile is not None:
-            torch.compile = self._compile
+            undo.callback(remove_saved_tensor_hooks, _copy)
+            push_saved_tensor_hooks(_copy, _copied)
+
+    def _end_stance(self) -> None:
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
-        if self._budgets is not None:
-            self._budgets.__exit__(None, None, None)
-        if error is not None:
-            self.log.error = f"{type(error).__name__}: {error}"
 
     def _force_eager(self) -> None:
         if self._stance is None:
@@ -161,7 +110,7 @@ class Reference:
     # -- savers --------------------------------------------------------------------------------------------------
 
     def _push(self, pack: Any, unpack: Any) -> None:
-        is_compilers = isinstance(pack, torch.fx.GraphModule) or is_traced() or is_dynamo_compiling()
+        is_compilers = isinstance(pack, torch.fx.GraphModule) or is_compiling()
         self._here.stack.append(is_compilers)
         if is_compilers:
             self._before[0](pack, unpack)
@@ -173,11 +122,11 @@ class Reference:
 
     def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = function_apply.__get__(None, cls)
-        if is_traced() or is_dynamo_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if cls is ReentrantCheckpoint:
             return args[0](*args[2:])
-        name = f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "__main__" else cls.__qualname__
+        name = name_of_class(cls)
         if name not in self._recomputing:
             return original(*args, **kwargs)
         result, reason = self._plainly(cls, args)
@@ -203,7 +152,7 @@ class Reference:
         return result, f"its forward detaches {lost} of its inputs" if lost else ""
 
     def _enter_no_grad(self) -> Any:
-        original, plain = self._no_grad_enter, self._plain
+        original, plain = torch.no_grad.__enter__, self._plain
 
         def enter(context: Any) -> None:
             original(context)
@@ -212,41 +161,25 @@ class Reference:
 
         return enter
 
-    # -- gradients -----------------------------------------------------------------------------------------------
+    # -- modules and passes --------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if not (is_dynamo_compiling() or is_traced()):
-            self.paths.enter(module)
-            if not self._noted and threading.get_ident() == self._thread and any(True for _ in tensors_within(args)):
-                self._noted = self.paths.depth
-                weights = () if module in self._known else tuple(module.parameters())
-                self._known.add(module)
-                self._calls.append((1, _sums((args, weights))))
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        if not self._noted and threading.get_ident() == self._thread and any(True for _ in tensors_within(args)):
+            self._noted = self.paths.depth
+            weights = () if module in self._known else tuple(module.parameters())
+            self._known.add(module)
+            self._calls.append((1, sums_of((args, weights))))
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (is_dynamo_compiling() or is_traced()):
-            if self._noted == self.paths.depth and threading.get_ident() == self._thread:
-                self._noted = 0
-                self._calls.append((0, _sums(output)))
-            self.paths.leave()
+    def _leaving(self, module: nn.Module, output: Any) -> None:
+        if self._noted == self.paths.depth and threading.get_ident() == self._thread:
+            self._noted = 0
+            self._calls.append((0, sums_of(output)))
 
     def begin_backward(self, tensors: Any) -> None:
         """A backward pass begins."""
-        given = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-        self.log.results.append(numbers_of(_sums(given)))
         self.log.calls.append([[kind, *numbers_of(sums)] for kind, sums in self._calls])
         self._calls = []
-        self.log.passes += 1
-        self.paths.note_leaves(tensors)
-
-    def end_backward(self) -> None:
-        """A backward pass has ended."""
-        self.log.gradients.append(gradient_sums(self.paths))
-        if self._keep_pass == self.log.passes - 1:
-            self.gradients = gradient_copies(self.paths)
-
-    def fail_backward(self) -> None:
-        """A backward pass has raised."""
+        super().begin_backward(tensors)
 
 
 class _Context:
@@ -269,11 +202,6 @@ class _Context:
 
     def set_materialize_grads(self, value: bool) -> None:
         pass
-
-
-def _sums(given: Any) -> list[Checksum]:
-    """Checksums of the tensors in a structure."""
-    return [checksum(x) for x in tensors_within(given) if why_unchecked(x) is None]
 
 
 def _unreached(result: Any, inputs: list[Tensor]) -> int:

@@ -18,6 +18,7 @@ from backstash.torch_internals import gradient_of
 from backstash.verifying.checksum import checksum, numbers_of, why_unchecked
 from backstash.verifying.facts import generator_digests
 from backstash.verifying.gradients import first_unequal, gradient_errors, state_sums
+from backstash.verifying.observing import ObservedRun
 from backstash.verifying.reference import Reference
 from backstash.verifying.runlog import RunLog
 from backstash.verifying.verdict import Verification, judge, needs_closer_look
@@ -186,7 +187,7 @@ class _Repeated:
         self.run(under)
         return under
 
-    def run(self, under: WatchedRun | Reference) -> RunLog:
+    def run(self, under: ObservedRun) -> RunLog:
         """Runs the step once and returns the record."""
         self._restore()
         under.paths.found_root = self._note
@@ -199,7 +200,7 @@ class _Repeated:
             try:
                 returned = None
                 try:
-                    with _as_context(under):
+                    with under:
                         returned = self._step()
                 except RuntimeError as error:  # a checkpoint's own error tells less than what is found
                     if not under.log.differing and not isinstance(error, CheckpointError):
@@ -213,7 +214,7 @@ class _Repeated:
                     leaf.grad = gradient
         return under.log
 
-    def _note_end(self, under: WatchedRun | Reference, returned: object) -> None:
+    def _note_end(self, under: ObservedRun, returned: object) -> None:
         """Notes the state in which a run ends."""
         tensors = [x for x in tensors_within(returned) if why_unchecked(x) is None]
         under.log.returned = numbers_of([checksum(x) for x in tensors])
@@ -234,7 +235,3 @@ class _Repeated:
         if id(module) not in known and id(module) not in self._found:
             self._found[id(module)] = state = State(module)
             state.set_gradients_aside()
-
-
-def _as_context(under: WatchedRun | Reference) -> AbstractContextManager[Any]:
-    return under

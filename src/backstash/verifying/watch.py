@@ -21,16 +21,15 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
-from dataclasses import asdict
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from backstash.capture import checkpoints, passes, transforms
+from backstash.capture import checkpoints, transforms
 from backstash.capture.naming import saved_attributes, tensors_within
 from backstash.redeem.install import prepare
 from backstash.saved import is_tensor
@@ -42,17 +41,12 @@ from backstash.torch_internals import (
     checkpointed_arguments,
     function_apply,
     hide_from_dynamo,
-    hook_pushing,
-    ignore_global_hooks_of_compiled_modules,
     in_backward,
-    is_dynamo_compiling,
     is_traced,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     recomputed_frame,
     remove_saved_tensor_hooks,
-    replace_function_apply,
-    replace_hook_pushing,
     replace_recomputed,
     running_node,
     saved_tensor_hooks,
@@ -63,10 +57,10 @@ from backstash.torch_internals import (
 from backstash.verifying.checksum import Checksum, checksum, numbers_of, why_unchecked
 from backstash.verifying.detail import compared
 from backstash.verifying.facts import Change, Facts, Written, changes, generator_digests, moved_generators
-from backstash.verifying.gradients import gradient_copies, gradient_sums
+from backstash.verifying.observing import ObservedRun, is_compiling, name_of_class, replaced
 from backstash.verifying.operations import OperationLog, first_different_operation
-from backstash.verifying.paths import ModulePaths, Stacks, address_of
-from backstash.verifying.runlog import MOST_DIFFERENCES, RegionLog, RunLog, ValueDifference
+from backstash.verifying.paths import address_of
+from backstash.verifying.runlog import MOST_DIFFERENCES, RegionLog, ValueDifference
 
 _UNREAD = ("running_mean", "running_var")
 """Roles of what batch norm saves and does not read: its backward in training reads the batch's statistics."""
@@ -75,37 +69,24 @@ WITHOUT_REENTRANCE = "checkpoint(use_reentrant=False)"
 AUTOGRAD, CHECKPOINT = "autograd", "checkpoint"
 
 
+@dataclass(slots=True, eq=False)
 class WatchedValue:
-    """What is kept of a value from forward to backward."""
+    """What is kept of a value from forward to backward; the numbers are those of :class:`ValueDifference`."""
 
-    __slots__ = (
-        "address",
-        "device",
-        "dtype",
-        "got",
-        "kept",
-        "name",
-        "number",
-        "op",
-        "owner",
-        "path",
-        "producer",
-        "region",
-        "role",
-        "shape",
-        "sum",
-        "version",
-    )
-
-    def __init__(self, number: int, x: Tensor, path: str, owner: str, region: WatchedRegion | None) -> None:
-        self.number, self.path, self.owner, self.region = number, path, owner, region
-        self.shape, self.dtype, self.device = tuple(x.shape), x.dtype, x.device
-        self.producer = None if x.grad_fn is None else _short_name(x.grad_fn)
-        self.sum: Checksum = checksum(x)
-        self.version = 0 if x.is_inference() else x._version
-        self.address = address_of(x)
-        self.op = self.role = ""
-        self.kept: Tensor | None = None
+    number: int
+    path: str
+    owner: str
+    region: WatchedRegion | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sum: Checksum
+    producer: str | None = None
+    version: int = 0
+    address: int = 0
+    op: str = ""
+    role: str = ""
+    kept: Tensor | None = None
 
 
 class _Plain:
@@ -136,7 +117,7 @@ class WatchedRegion:
         self.inputs: list[tuple[str, Tensor]] = []
         self.written: Written | None = None
         self.changed: list[Change] = []
-        self.results: list[tuple[str, str, Checksum, Tensor | None, list[int], str]] = []
+        self.results: list[WatchedValue] = []
         self.operations: OperationLog | None = None
         self.is_recomputing = False
         self.cursor = 0
@@ -162,19 +143,14 @@ class WatchedRegion:
         self.written = None
 
 
-class WatchedRun:
-    """Inside the ``with``, values are compared; ``log`` then has what was found.
+class WatchedRun(ObservedRun):
+    """Inside the ``with``, values are compared.
 
     Args:
         kept: numbers of values, of which a copy is kept from forward to backward, to compare elements.
         traced: numbers of regions whose operations are written down.
         recomputing: names of custom autograd functions whose callable arguments are regions.
-        keep_pass: number of the backward pass whose gradients are kept, and not only their checksums.
-
-    Attributes:
-        gradients: those of that pass, by name.
-        log: the record of the run.
-        paths: the modules that the program calls outermost, and the names of all in them.
+        keep_pass: as in ObservedRun.
     """
 
     def __init__(
@@ -184,13 +160,9 @@ class WatchedRun:
         recomputing: Collection[str] = (),
         keep_pass: int | None = None,
     ) -> None:
-        self.log = RunLog()
-        self.paths = ModulePaths()
-        self.gradients: dict[str, Tensor] = {}
-        self._keep_pass = keep_pass
-        self._kept, self._traced, self._recomputing = frozenset(kept), frozenset(traced), frozenset(recomputing)
+        super().__init__(recomputing, keep_pass)
+        self._kept, self._traced = frozenset(kept), frozenset(traced)
         self._count = 0
-        self._here = Stacks()
         self._frames: weakref.WeakKeyDictionary[Any, WatchedRegion] = weakref.WeakKeyDictionary()
         self._read: list[tuple[WatchedValue, Checksum, str, int, dict[str, Any]]] = []
         self._operations: dict[int, dict[str, str]] = {}
@@ -201,45 +173,22 @@ class WatchedRun:
 
     # -- entering and leaving ------------------------------------------------------------------------------------
 
-    def __enter__(self) -> WatchedRun:
+    def __enter__(self) -> Self:
         prepare()  # a Session inside could not measure, because our hooks lie around it
-        ignore_global_hooks_of_compiled_modules()
-        self._before = hook_pushing()
-        self._wrapped = ExitStack()
-        self._enter_session = Session.__enter__
-        try:
-            replace_hook_pushing(self._push, self._pop)
-            replace_function_apply(classmethod(self._apply))
-            self._wrapped.enter_context(wrapped_backward_engine(self._go_backward))
-            Session.__enter__ = self._noting_sessions()  # type: ignore[method-assign]
-            self._module_hooks = (
-                nn.modules.module.register_module_forward_pre_hook(self._enter_module),
-                nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
-            )
-            passes.listen(self, of_grad=True)
-            push_saved_tensor_hooks(self._pack, self._unpack_plain)
-            transforms.admit(self)
-            checkpoints.admit(self, self._pack)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        checkpoints.dismiss(self)
-        transforms.dismiss(self)
-        remove_saved_tensor_hooks(self._pack)
-        passes.unlisten(self)
-        for hook in getattr(self, "_module_hooks", ()):
-            hook.remove()
-        Session.__enter__ = self._enter_session  # type: ignore[method-assign]
-        self._wrapped.close()
-        replace_function_apply(function_apply)
-        replace_hook_pushing(*self._before)
-        if error is not None:
-            self.log.error = f"{type(error).__name__}: {error}"
+    def _install(self, undo: ExitStack) -> None:
+        undo.enter_context(wrapped_backward_engine(self._go_backward))
+        undo.enter_context(replaced(Session, "__enter__", self._noting_sessions()))
+        undo.callback(remove_saved_tensor_hooks, self._pack)
+        push_saved_tensor_hooks(self._pack, self._unpack_plain)
+        undo.callback(transforms.dismiss, self)
+        transforms.admit(self)
+        undo.callback(checkpoints.dismiss, self)
+        checkpoints.admit(self, self._pack)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         self.flush()
         self.finish()
 
@@ -256,7 +205,7 @@ class WatchedRun:
         push_saved_tensor_hooks(self._pack, self._unpack_plain)
 
     def _noting_sessions(self) -> Callable[[Session], Session]:
-        original = self._enter_session
+        original = Session.__enter__
 
         def enter(session: Session) -> Session:
             name, is_exact = _described(session)
@@ -289,19 +238,15 @@ class WatchedRun:
 
     def _push(self, pack: Any, unpack: Any) -> None:
         push, _ = self._before
-        if isinstance(pack, torch.fx.GraphModule) or is_traced() or is_dynamo_compiling():
-            push(pack, unpack)
-            self._here.stack.append(None)
-            return
-        frame = recomputed_frame(pack)
-        if frame is not None:  # its values were noted in forward, and go on from there
+        is_compilers = isinstance(pack, torch.fx.GraphModule) or is_compiling()
+        if (
+            is_compilers or recomputed_frame(pack) is not None
+        ):  # whose values were noted in forward, and go on from there
             push(pack, unpack)
             self._here.stack.append(None)
             return
         frame = checkpoint_frame(pack)
-        region = None
-        if frame is not None:
-            region = self._begin_checkpoint(frame)
+        region = None if frame is None else self._begin_checkpoint(frame)
         owner = CHECKPOINT if frame is not None else _owner(pack)
         self._here.stack.append(region)
 
@@ -337,10 +282,10 @@ class WatchedRun:
             self.log.regions.append(log)
         region = WatchedRegion(log)
         if log.number in self._traced:
-            region.operations = OperationLog(lambda: self.paths.current, self._name_in(region))
+            region.operations = self._new_operations(region)
         return region
 
-    def _name_in(self, region: WatchedRegion) -> Callable[[Tensor], str | None]:
+    def _new_operations(self, region: WatchedRegion) -> OperationLog:
         def name(x: Tensor) -> str | None:
             address = x.data_ptr()
             for label, each in region.inputs:
@@ -348,7 +293,7 @@ class WatchedRun:
                     return label
             return self.paths.name_of_memory(address)
 
-        return name
+        return OperationLog(lambda: self.paths.current, name)
 
     def _begin_checkpoint(self, frame: Any) -> WatchedRegion:
         region = self._new_region(WITHOUT_REENTRANCE)
@@ -361,26 +306,26 @@ class WatchedRun:
         function = checkpoint_argument(frame, "fn")
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            region.begin_again()
-            log = self._operations_again(region)
-            try:
-                if log is None:
-                    return function(*args, **kwargs)
-                region.inputs = _named(args)
-                with log:
-                    return function(*args, **kwargs)
-            finally:
-                region.inputs = []
-                region.is_recomputing = False
-                self._explain(region, log)
+            with self._computing_again(region, args):
+                return function(*args, **kwargs)
 
         replace_recomputed(frame, again)
         return region
 
-    def _operations_again(self, region: WatchedRegion) -> OperationLog | None:
-        if region.operations is None or region.log.runs_again > 1:
-            return None
-        return OperationLog(lambda: self.paths.current, self._name_in(region))
+    @contextmanager
+    def _computing_again(self, region: WatchedRegion, args: Any) -> Iterator[None]:
+        """Inside, a region is computed again, the first time with its operations, if forward wrote them down."""
+        region.begin_again()
+        log = None if region.operations is None or region.log.runs_again > 1 else self._new_operations(region)
+        try:
+            if log is not None:
+                region.inputs = _named(args)
+            with log or nullcontext():
+                yield
+        finally:
+            region.inputs = []
+            region.is_recomputing = False
+            self._explain(region, log)
 
     def _explain(self, region: WatchedRegion, again: OperationLog | None) -> None:
         """Notes the first operation of a region that differs."""
@@ -395,18 +340,19 @@ class WatchedRun:
     def _apply(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of ``Function.apply``: callables that will be called again in backward are regions."""
         original = function_apply.__get__(None, cls)
-        if is_traced() or is_dynamo_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if cls is ReentrantCheckpoint:
             region = self._new_region("checkpoint(use_reentrant=True)")
             region.log.keeps_generators = bool(args[1])
             region.inputs = _named(args[2:])
             return original(_RegionFunction(self, region, args[0]), *args[1:], **kwargs)
-        if _name_of_class(cls) in self._recomputing:
+        name = name_of_class(cls)
+        if name in self._recomputing:
             given = []
             for each in args:
                 if callable(each) and not isinstance(each, (type, Tensor)):
-                    region = self._new_region(_name_of_class(cls))
+                    region = self._new_region(name)
                     each = _RegionFunction(self, region, each)
                 given.append(each)
             return original(*given, **kwargs)
@@ -417,38 +363,33 @@ class WatchedRun:
         node = running_node()
         function = getattr(type(node), "_forward_cls", None) if node is not None else None
         if function is not None and function is not ReentrantCheckpoint:
-            name = _name_of_class(function)
+            name = name_of_class(function)
             if name not in self.log.recomputing:
                 self.log.recomputing.append(name)
         return engine(*args, **kwargs)
 
     def run_region(self, region: WatchedRegion, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the function of a reentrant region, in forward and then again."""
-        stack = self._here.stack
-        if region.before is None:
-            region.before = Facts.here()
-            log = region.operations
-        else:
-            region.begin_again()
-            log = self._operations_again(region)
+        stack, is_first = self._here.stack, region.before is None
         stack.append(region)
         try:
-            if log is not None:
+            if is_first:
+                region.before = Facts.here()
                 region.inputs = _named(args)
-                with log:
+                with region.operations or nullcontext():
                     found = function(*args, **kwargs)
+                self._note_result(region, "", found)
             else:
-                found = function(*args, **kwargs)
-            self._note_result(region, "", found)
+                with self._computing_again(region, args):
+                    found = function(*args, **kwargs)
+                    self._note_result(region, "", found)
             return found
         finally:
             stack.pop()
-            if region.is_recomputing:
-                region.is_recomputing = False
-                region.results = []
-                self._explain(region, log)
-            else:
+            if is_first:
                 region.end_forward()
+            else:
+                region.results = []
 
     def _note_result(self, region: WatchedRegion, path: str, result: Any) -> None:
         """Compares a result of a reentrant region with that of forward, or notes it (Note: [reentrant regions])."""
@@ -456,36 +397,39 @@ class WatchedRun:
             if why_unchecked(x) is not None:
                 continue
             found = checksum(x)
-            number = self._count
             if not region.is_recomputing:
-                self._count += 1
-                kept = _copy(x) if number in self._kept else None
-                region.results.append((path, str(number), found, kept, list(x.shape), _dtype(x)))
+                value = self._new_value(x, path, CHECKPOINT, region, found)
+                value.op, value.role = "Module" if path else "Region", "output"
+                region.results.append(value)
             elif region.log.runs_again == 1 and region.cursor < len(region.results):
-                before_path, before, total, kept, shape, dtype = region.results[region.cursor]
+                value = region.results[region.cursor]
+                value.device = x.device
                 region.cursor += 1
                 region.log.compared += 1
-                value = WatchedValue.__new__(WatchedValue)
-                value.number, value.path, value.owner, value.region = int(before), before_path, CHECKPOINT, region
-                value.shape, value.dtype, value.device = tuple(shape), getattr(torch, dtype), x.device
-                value.producer, value.sum, value.version = None, total, 0
-                value.op, value.role, value.kept = "Module" if before_path else "Region", "output", kept
-                detail = {} if kept is None else _unseen(kept, x)
+                detail = {} if value.kept is None else _unseen(value.kept, x)
                 self._read.append((value, found, _got(value, x), 0, detail))
+
+    def _new_value(
+        self, x: Tensor, path: str, owner: str, region: WatchedRegion | None, total: Checksum
+    ) -> WatchedValue:
+        number, self._count = self._count, self._count + 1
+        value = WatchedValue(number, path, owner, region, tuple(x.shape), x.dtype, x.device, total)
+        value.kept = _copy(x) if number in self._kept else None
+        return value
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def _note(self, x: Tensor, owner: str, region: WatchedRegion | None) -> WatchedValue | None:
-        if is_traced() or is_dynamo_compiling():
+        if is_compiling():
             return None
         reason = why_unchecked(x)
         if reason is not None:
             self.log.unchecked[reason] = self.log.unchecked.get(reason, 0) + 1
             return None
-        number, self._count = self._count, self._count + 1
-        value = WatchedValue(number, x, self.paths.current, owner, region)
-        if number in self._kept:
-            value.kept = _copy(x)
+        value = self._new_value(x, self.paths.current, owner, region, checksum(x))
+        value.producer = None if x.grad_fn is None else _short_name(x.grad_fn)
+        value.version = 0 if x.is_inference() else x._version
+        value.address = address_of(x)
         return value
 
     def _compare(self, packed: Any, value: WatchedValue | None, x: Tensor, written: int) -> None:
@@ -526,10 +470,7 @@ class WatchedRun:
 
     # -- modules and passes --------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if is_dynamo_compiling() or is_traced():
-            return
-        self.paths.enter(module)
+    def _entered(self, module: nn.Module, args: Any) -> None:
         for region in reversed(self._here.stack):
             if region is not None and not region.is_recomputing:
                 region.modules[id(module)] = self.paths.current, module
@@ -538,27 +479,20 @@ class WatchedRun:
             if top is not None and top[0] is self._pack:
                 transforms.admit(self)  # again, because a Session that was open meanwhile has dismissed itself
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_dynamo_compiling() or is_traced():
-            return
+    def _leaving(self, module: nn.Module, output: Any) -> None:
         for region in self._here.stack:
             if region is not None and region.log.kind != WITHOUT_REENTRANCE and output is not None:
                 self._note_result(region, self.paths.current or type(module).__name__, output)
-        self.paths.leave()
 
     def begin_backward(self, tensors: Any) -> None:
         """A backward pass begins."""
         self._compiled.clear()
-        self.log.results.append(numbers_of([checksum(x) for x in tensors_within(tensors) if why_unchecked(x) is None]))
-        self.log.passes += 1
-        self.paths.note_leaves(tensors)
+        super().begin_backward(tensors)
 
     def end_backward(self) -> None:
         """A backward pass has ended."""
         self.flush()
-        self.log.gradients.append(gradient_sums(self.paths))
-        if self._keep_pass == self.log.passes - 1:
-            self.gradients = gradient_copies(self.paths)
+        super().end_backward()
 
     def fail_backward(self) -> None:
         """A backward pass has raised."""
@@ -703,7 +637,3 @@ def _short_name(node: Any) -> str:
     name = name.rpartition("::")[2]
     head, found, number = name.rpartition("Backward")
     return head if found and (not number or number.isdigit()) else name
-
-
-def _name_of_class(cls: Any) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}" if cls.__module__ != "__main__" else cls.__qualname__
