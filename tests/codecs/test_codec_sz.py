@@ -87,7 +87,7 @@ def test_layout_of_one_symbol() -> None:
     """33 elements in one chunk: the coder of lane 0 has two, the others one; a symbol of all slots changes no state."""
     table = torch.tensor([0, 1, 255], dtype=torch.int16)
     x = torch.full((200,), 3.0)
-    stream, index, places, values = reference.sz_encode(x, table, 1.0, 0.5, 3, 0, 0, BLOCKS)
+    stream, index, places, values = reference.sz_encode(x, table, 1.0, 0.5, [3, 0, 0], BLOCKS)
     # Six steps of all lanes and one of 8: state -> state // 255 * 256 + state % 255 + 1.
     states = []
     for lane in range(sz.LANES):
@@ -111,7 +111,7 @@ def test_layout_of_words() -> None:
     table = torch.tensor([255, 1], dtype=torch.int16)
     x = torch.zeros(512)
     x[1], x[40] = 70000.0, -2.0
-    stream, *_ = reference.sz_encode(x, table, 1.0, 0.5, 0, 0, 0, BLOCKS)
+    stream, *_ = reference.sz_encode(x, table, 1.0, 0.5, [0, 0, 0], BLOCKS)
     # An escape has one slot of 256: a state of at least 2**23 makes room first; 16 zeros leave it below that.
     assert (stream.int() & 0xFFFF)[64:].tolist() == [65534, 65535, 70000 & 0xFFFF, 70000 >> 16]
 
@@ -281,7 +281,7 @@ def test_native_planes_are_the_reference_s(
     counts = reference.sz_survey(x, step, bound, low, blocks, offset)
     model = sz.model(counts.view(-1, sz.BINS).numpy(), step, low, 8 * x.element_size())
     table = torch.from_numpy(model.table)
-    parameters = model.base, low, axes, blocks
+    parameters = [model.base, low, axes], blocks
     expected = reference.sz_encode(x, table, step, bound, *parameters, offset)
     decoded = torch.empty_like(x)
     reference.sz_decode(table, *expected, step, *parameters, decoded, offset)
@@ -318,13 +318,13 @@ def test_native_rows_in_many_chunks_are_the_reference_s(row: int, axes: int, zer
     x[:: n // 50] = torch.tensor([math.nan, 1e30, -math.inf, 700.26, -0.0]).repeat(11)[: len(x[:: n // 50])]
     counts = reference.sz_survey(x, 0.5, 0.25, 0, blocks, 0.0)
     model = sz.model(counts.view(-1, sz.BINS).numpy(), 0.5, 0, 32)
-    arguments = torch.from_numpy(model.table), 0.5, 0.25, model.base, 0, axes, blocks
+    arguments = torch.from_numpy(model.table), 0.5, 0.25, [model.base, 0, axes], blocks
     expected, decoded = reference.sz_encode(x, *arguments), torch.empty_like(x)
-    reference.sz_decode(arguments[0], *expected, 0.5, model.base, 0, axes, blocks, decoded)
+    reference.sz_decode(arguments[0], *expected, 0.5, [model.base, 0, axes], blocks, decoded)
     assert float((x - decoded)[x.isfinite()].abs().max()) <= 0.25
     planes, out = cpu.sz_encode(x, *arguments), torch.full_like(x, 7.0)
     assert all(equal_bits(*pair) for pair in zip(planes, expected, strict=True))
-    cpu.sz_decode(arguments[0], *planes, 0.5, model.base, 0, axes, blocks, out)
+    cpu.sz_decode(arguments[0], *planes, 0.5, [model.base, 0, axes], blocks, out)
     assert equal_bits(out, decoded)
 
 
@@ -342,23 +342,23 @@ def test_native_tails(tail: int, isa: str) -> None:
     for n in (tail, 4096 + tail, sz.CHUNK - 32 + tail):
         x = activations(n + 1)[1:]  # off alignment
         table = torch.tensor([120, 70, *[10] * 6, 6], dtype=torch.int16)
-        arguments = table, 0.5, 0.25, 0, 0, 0, BLOCKS
+        arguments = table, 0.5, 0.25, [0, 0, 0], BLOCKS
         planes = cpu.sz_encode(x, *arguments)
         assert all(equal_bits(*pair) for pair in zip(planes, reference.sz_encode(x, *arguments), strict=True))
         out = torch.empty_like(x)
-        cpu.sz_decode(table, *planes, 0.5, 0, 0, 0, BLOCKS, out)
+        cpu.sz_decode(table, *planes, 0.5, [0, 0, 0], BLOCKS, out)
         assert n == 0 or float((x - out).abs().max()) <= 0.25
 
 
 def test_native_refuses_a_table_that_is_none(isa: str) -> None:
     right = torch.tensor([255, 1], dtype=torch.int16)
-    planes = cpu.sz_encode(torch.zeros(3), right, 1.0, 0.5, 0, 0, 0, BLOCKS)
+    planes = cpu.sz_encode(torch.zeros(3), right, 1.0, 0.5, [0, 0, 0], BLOCKS)
     for frequencies in ([256], [255, 2], [256, 0], [-1, 257], [8] * 33, [254 | 1 << 9, 1, 1], [1, 1, 254 | 8 << 9]):
         table = torch.tensor(frequencies, dtype=torch.int16)
         with pytest.raises(ValueError, match="sz_encode asked for frequencies"):
-            cpu.sz_encode(torch.zeros(3), table, 1.0, 0.5, 0, 0, 0, BLOCKS)
+            cpu.sz_encode(torch.zeros(3), table, 1.0, 0.5, [0, 0, 0], BLOCKS)
         with pytest.raises(DamagedPlanesError):
-            cpu.sz_decode(table, *planes, 1.0, 0, 0, 0, BLOCKS, torch.empty(3))
+            cpu.sz_decode(table, *planes, 1.0, [0, 0, 0], BLOCKS, torch.empty(3))
 
 
 def damaged_once(planes: dict[str, Tensor], place: int, flip: int) -> dict[str, Tensor]:

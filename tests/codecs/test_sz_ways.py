@@ -69,7 +69,7 @@ def compare(x: Tensor, bound: float, low: int, axes: int, offset: float, step: f
     row = sz.AXES.index(axes)
     model = sz.model(counts[row : row + 1].astype(np.int64), step, low, 8 * x.element_size())
     table = torch.from_numpy(model.table)
-    parameters = model.base, low, axes, BLOCKS
+    parameters = [model.base, low, axes], BLOCKS
     wanted = reference.sz_encode(x, table, step, bound, *parameters, offset)
     got = kernels("native").sz_encode(x, table, step, bound, *parameters, offset)
     for mine, expected in zip(got, wanted, strict=True):
@@ -131,7 +131,7 @@ def test_the_bits_of_a_model_are_what_is_taken() -> None:
         shares = x.div(step).round().unique(return_counts=True)[1].double() / x.numel()
         entropy = float(-(shares * shares.log2()).sum())
         stream, *_ = kernels("native").sz_encode(
-            x, torch.from_numpy(model.table), step, step / 2, model.base, 0, 0, [1, 1, 1, sz.CHUNK]
+            x, torch.from_numpy(model.table), step, step / 2, [model.base, 0, 0], [1, 1, 1, sz.CHUNK]
         )
         taken = 16 * (len(stream) - 2 * sz.LANES)
         assert taken == pytest.approx(model.bits, rel=0.01)
@@ -142,7 +142,7 @@ def test_a_bucket_that_registers_would_not_find_is_refused() -> None:
     for table, base in (([100, 56, 50 | 1 << 9, 50], 1), ([100, 56, 50, 50], 200), ([100, 56, 50 | 2 << 9, 50], -256)):
         with pytest.raises(ValueError, match="Make them with"):
             kernels("native").sz_encode(
-                noise(100), torch.tensor(table, dtype=torch.int16), 0.5, 0.25, base, 0, 0, BLOCKS
+                noise(100), torch.tensor(table, dtype=torch.int16), 0.5, 0.25, [base, 0, 0], BLOCKS
             )
 
 
@@ -163,11 +163,11 @@ def test_damage_in_either_chunk_of_a_pair_is_found() -> None:
     counts = reference.sz_survey(x, 0.2, 0.1, 0, BLOCKS).view(-1, sz.BINS).numpy()
     model = sz.model(counts[:1].astype(np.int64), 0.2, 0, 32)
     table = torch.from_numpy(model.table)
-    stream, index, places, values = reference.sz_encode(x, table, 0.2, 0.1, model.base, 0, 0, BLOCKS)
+    stream, index, places, values = reference.sz_encode(x, table, 0.2, 0.1, [model.base, 0, 0], BLOCKS)
     for place in range(0, len(stream), 97):
         damaged = stream.clone()
         damaged[place] ^= 0x40
         with pytest.raises(DamagedPlanesError):
             kernels("native").sz_decode(
-                table, damaged, index, places, values, 0.2, model.base, 0, 0, BLOCKS, torch.empty_like(x)
+                table, damaged, index, places, values, 0.2, [model.base, 0, 0], BLOCKS, torch.empty_like(x)
             )

@@ -29,14 +29,14 @@ def examples(n: int, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """Arguments of this family's kernels for ``n`` elements."""
     x, blocks = (torch.arange(n) % 3).to(dtype), [4, 16, 16, 65536]
     table = torch.tensor([125, 6, 62, 63], dtype=torch.int16)
-    planes = reference.sz_encode(x, table, 0.5, 0.25, 2, 0, 1, blocks)
+    planes = reference.sz_encode(x, table, 0.5, 0.25, [2, 0, 1], blocks)
     return {
         "sz_range": (x,),
         "sz_survey": (x, 0.5, 0.25, 0, blocks),
-        "sz_encode": (x, table, 0.5, 0.25, 2, 0, 1, blocks),
-        "sz_encode_within": (x, table, 0.5, 0.25, 2, 0, 1, blocks, [n, n // 2, n // 2]),
-        "sz_decode_flagged": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
-        "sz_decode": (table, *planes, 0.5, 2, 0, 1, blocks, torch.empty_like(x)),
+        "sz_encode": (x, table, 0.5, 0.25, [2, 0, 1], blocks),
+        "sz_encode_within": (x, table, 0.5, 0.25, [2, 0, 1], blocks, [n, n // 2, n // 2]),
+        "sz_decode_flagged": (table, *planes, 0.5, [2, 0, 1], blocks, torch.empty_like(x)),
+        "sz_decode": (table, *planes, 0.5, [2, 0, 1], blocks, torch.empty_like(x)),
     }
 
 
@@ -72,7 +72,7 @@ def check(x: Tensor, bound: float, low: int, axes: int, blocks: list[int], offse
     """Compare both directions with the reference; returns the planes."""
     step = 2 * bound
     table, base = modelled(x, step, bound, low, axes, blocks, offset)
-    parameters = base, low, axes, blocks
+    parameters = [base, low, axes], blocks
     planes = launchers.sz_encode(on_device(x), on_device(table), step, bound, *parameters, offset)
     wanted = reference.sz_encode(x, table, step, bound, *parameters, offset)
     for name, got, want in zip(NAMES, planes, wanted, strict=True):
@@ -162,7 +162,7 @@ def test_planes_with_room_on_triton(dtype: torch.dtype) -> None:
     """With room enough they decode to the same; without, nothing is written past a plane's end, and sizes are told."""
     x = torch.cat([relu(dtype, 470), torch.tensor([math.inf] * 10).to(dtype)])
     table = torch.tensor([125, 6, 62, 63], dtype=torch.int16)
-    arguments = 0.5, 0.25, 2, 0, 1, BLOCKS
+    arguments = 0.5, 0.25, [2, 0, 1], BLOCKS
     wanted = reference.sz_encode(x, table, *arguments)
     sizes = [wanted[at].numel() for at in (0, 2, 3)]
     for more in (0, 7, -3):
@@ -206,7 +206,7 @@ def test_places_past_32767_on_triton() -> None:
 def test_a_table_of_wrong_size_is_refused_on_triton() -> None:
     for count in (0, 1, 33):
         with pytest.raises(ValueError, match=f"2 to 32 symbols, got {count} frequencies"):
-            launchers.sz_encode(torch.zeros(3), torch.ones(count, dtype=torch.int16), 0.2, 0.1, 0, 0, 0, BLOCKS)
+            launchers.sz_encode(torch.zeros(3), torch.ones(count, dtype=torch.int16), 0.2, 0.1, [0, 0, 0], BLOCKS)
 
 
 @triton_test
@@ -270,7 +270,7 @@ class Stash:
         x[480:960] = torch.randn(480) * 1e5
         x[961] = 1000.0 if low else x[961]
         table, base = modelled(x, self.step, 0.25, low, axes, self.blocks, 0.0)
-        self.n, self.dtype, self.parameters = x.numel(), dtype, (base, low, axes, self.blocks)
+        self.n, self.dtype, self.parameters = x.numel(), dtype, ([base, low, axes], self.blocks)
         stream, index, places, values = reference.sz_encode(x, table, self.step, 0.25, *self.parameters)
         self.planes = {"table": table, "stream": stream, "index": index, "places": places, "values": values}
 

@@ -117,9 +117,9 @@ def calls() -> Iterator[Call]:
         stream, places = flat(torch.int16, 999), flat(torch.int16, 9)
         staging = torch.empty((1, N * dtype.itemsize // 2), dtype=torch.int16, device="meta")
         yield sz.sz_survey, (x, *step, low, blocks, 0.5)
-        yield sz.sz_encode_staged, (x, table, *step, -3, low, axes, blocks)
+        yield sz.sz_encode_staged, (x, table, *step, [-3, low, axes], blocks)
         yield sz.sz_collect, (x, *step, blocks, 0.0, staging, index, stream, places, values)
-        yield sz.sz_decode_flagged, (table, stream, index, places, values, 0.2, -3, low, axes, blocks, x)
+        yield sz.sz_decode_flagged, (table, stream, index, places, values, 0.2, [-3, low, axes], blocks, x)
     for dtype, bits in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1, 2, 4, 8)):
         yield blockquant.blockquant_encode, (flat(dtype), bits, 256, bits != 4, 2**32 - 1)
         planes = flat(torch.uint8, bytes_for(N, bits)), flat(dtype, 2 * N // 256)
@@ -151,10 +151,10 @@ def calls() -> Iterator[Call]:
     for n in (1, HUGE):
         blocks = [min(n, 100), min(n, 1000), min(n, 1000), 65000]
         yield sz.sz_survey, (flat(torch.float32, n), 0.2, 0.1, 0, blocks)
-        yield sz.sz_encode_staged, (flat(torch.float32, n), table, 0.2, 0.1, 1, 1, 3, blocks)
+        yield sz.sz_encode_staged, (flat(torch.float32, n), table, 0.2, 0.1, [1, 1, 3], blocks)
         index = flat(torch.int64, 1 + 4 * -(-n // 65000))
         planes = table, flat(torch.int16, 999), index, flat(torch.int16, 9), flat(torch.float32, 9)
-        yield sz.sz_decode_flagged, (*planes, 0.2, 1, 1, 3, blocks, flat(torch.float32, n))
+        yield sz.sz_decode_flagged, (*planes, 0.2, [1, 1, 3], blocks, flat(torch.float32, n))
 
 
 CALLS = list(calls()) if find_spec("triton") is not None else []

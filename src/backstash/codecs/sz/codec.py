@@ -230,7 +230,7 @@ class Sz:
             room_for(stored, spec.numel),
         ]
         parameters = model.base, model.low, model.axes
-        *planes, numbers = ops.sz_encode_within(x, table, model.step, error, *parameters, blocks, rooms, self._offset)
+        *planes, numbers = ops.sz_encode_within(x, table, model.step, error, parameters, blocks, rooms, self._offset)
         stream, index, places, values = planes
         named = {"stream": stream, "table": table, "index": index, "places": places, "values": values}
         encoded = Encoded(self.id, spec, named, {"step": model.step, "parameters": parameters})
@@ -264,7 +264,7 @@ class Sz:
     def _encode(self, x: Tensor, spec: TensorSpec, blocks: list[int], model: sz.CodeModel, error: float) -> Encoded:
         table = torch.from_numpy(model.table).to(x.device)
         parameters = model.base, model.low, model.axes
-        stream, index, places, values = ops.sz_encode(x, table, model.step, error, *parameters, blocks, self._offset)
+        stream, index, places, values = ops.sz_encode(x, table, model.step, error, parameters, blocks, self._offset)
         planes = {"stream": stream, "table": table, "index": index, "places": places, "values": values}
         return Encoded(self.id, spec, planes, {"step": model.step, "parameters": parameters})
 
@@ -279,7 +279,7 @@ class Sz:
         out = like(encoded.spec, out)
         planes = [encoded.planes[name] for name in ("table", "stream", "index", "places", "values")]
         step, parameters = encoded.meta["step"], encoded.meta["parameters"]
-        arguments = *planes, step, *parameters, _blocks(encoded.spec), flat(out), self._offset  # type: ignore[misc]
+        arguments = *planes, step, parameters, _blocks(encoded.spec), flat(out), self._offset  # type: ignore[misc]
         later = None if out.is_cpu else deferred_to()
         if later is None:
             ops.sz_decode(*arguments)

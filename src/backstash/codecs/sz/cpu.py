@@ -48,22 +48,14 @@ def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int],
 
 
 def sz_encode(
-    x: Tensor,
-    table: Tensor,
-    step: float,
-    bound: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    offset: float = 0.0,
+    x: Tensor, table: Tensor, step: float, bound: float, model: list[int], blocks: list[int], offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.dtype not in SMALL_FLOATS:
-        return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
+        return reference.sz_encode(x, table, step, bound, model, blocks, offset)
     threads, sizes, n = torch.get_num_threads(), (c_int64 * 3)(), x.numel()
     source = x.data_ptr(), n, SMALL_FLOATS[x.dtype], table.data_ptr(), table.numel()
     divided = (c_int64 * 4)(*blocks)
-    encoded = _lib.bs_sz_encode(*source, step, bound, offset, base, low, axes, divided, sizes, threads)
+    encoded = _lib.bs_sz_encode(*source, step, bound, offset, *model, divided, sizes, threads)
     if encoded is None:
         raise ValueError(
             f"sz_encode asked for frequencies of 2 to 32 symbols that add up to 256, an escape's not 0, and for "
@@ -89,21 +81,19 @@ def sz_decode(
     places: Tensor,
     values: Tensor,
     step: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     out: Tensor,
     offset: float = 0.0,
 ) -> None:
     """See :func:`backstash.codecs.sz.reference.sz_decode`. All is checked before ``out`` is touched."""
     if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
-        return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
+        return reference.sz_decode(table, stream, index, places, values, step, model, blocks, out, offset)
     n = out.numel()
     if index.numel() != 1 + 4 * chunks(n, blocks[3]):
         raise DamagedPlanesError(sz_damage())
     sized = [(plane.data_ptr(), plane.numel()) for plane in (stream, table, places, values)]
     planes = *sized[0], *sized[1], index.data_ptr(), *sized[2], *sized[3]
     target = out.data_ptr(), n, SMALL_FLOATS[out.dtype], torch.get_num_threads()
-    if _lib.bs_sz_decode(*planes, step, offset, base, low, axes, (c_int64 * 4)(*blocks), *target) != 0:
+    if _lib.bs_sz_decode(*planes, step, offset, *model, (c_int64 * 4)(*blocks), *target) != 0:
         raise DamagedPlanesError(sz_damage())

@@ -56,11 +56,11 @@ def _sized(x: Tensor, blocks: list[int], words: int, places: int, values: int) -
 
 
 def _planes(x: Tensor, *how: Any) -> tuple[Tensor, ...]:
-    return _sized(x, how[6], dynamic_size(), dynamic_size(), dynamic_size())
+    return _sized(x, how[4], dynamic_size(), dynamic_size(), dynamic_size())
 
 
 def _planes_within(x: Tensor, *how: Any) -> tuple[Tensor, ...]:
-    return *_sized(x, how[6], *how[7]), x.new_empty(3, dtype=torch.int64)
+    return *_sized(x, how[4], *how[5]), x.new_empty(3, dtype=torch.int64)
 
 
 @kernel("(Tensor x) -> Tensor", _extremes)
@@ -137,20 +137,12 @@ def signed(value: int) -> int:
 
 
 @kernel(
-    "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks, float offset=0.)"
+    "(Tensor x, Tensor table, float step, float bound, int[] model, int[] blocks, float offset=0.)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _planes,
 )
 def sz_encode(
-    x: Tensor,
-    table: Tensor,
-    step: float,
-    bound: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    offset: float = 0.0,
+    x: Tensor, table: Tensor, step: float, bound: float, model: list[int], blocks: list[int], offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantises, predicts and entropy-codes a tensor, with a bounded error.
 
@@ -160,8 +152,8 @@ def sz_encode(
             an escape.
         step: what the integers are multiplied with.
         bound: the largest error. An element that would have a larger error is an outlier, which is stored as it is.
-        base, low: which symbol stands for which codes.
-        axes: along which of the three axes neighbours are subtracted, as bits.
+        model: base and low, which say which symbol stands for which codes; and along which of the three axes neighbours
+            are subtracted, as bits.
         blocks: elements of a row, a plane, a tile, a chunk.
         offset: what is added to the integers, in steps: 0.5, so that no element becomes zero, or 0.
 
@@ -173,6 +165,7 @@ def sz_encode(
         values: those outliers, of the dtype of ``x``. A chunk that would not be smaller has no words and no places,
             and all its elements here.
     """
+    base, low, axes = model
     n, chunk, nothing = x.numel(), blocks[3], x.new_empty(0)
     codes, outliers = quantise(x, step, bound, offset)
     codes = predicted(codes, axes, blocks)
@@ -255,7 +248,7 @@ def _laid_out(x: Tensor, count: int, chunk: int, steps: int, missing: int) -> Te
 
 
 @kernel(
-    "(Tensor x, Tensor table, float step, float bound, int base, int low, int axes, int[] blocks, int[] rooms, "
+    "(Tensor x, Tensor table, float step, float bound, int[] model, int[] blocks, int[] rooms, "
     "float offset=0.) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _planes_within,
     without=ON_DEVICES,
@@ -265,9 +258,7 @@ def sz_encode_within(
     table: Tensor,
     step: float,
     bound: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     rooms: list[int],
     offset: float = 0.0,
@@ -281,7 +272,7 @@ def sz_encode_within(
         stream, index, places and values, undefined behind their last elements; int64 [3], how many elements stream,
         places and values need. If one needs more than it has, the planes mean nothing.
     """
-    stream, index, places, values = sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
+    stream, index, places, values = sz_encode(x, table, step, bound, model, blocks, offset)
     sized = [with_room(plane, room) for plane, room in zip((stream, places, values), rooms, strict=True)]
     sizes = torch.cat([count_of(plane) for plane in (stream, places, values)])
     return sized[0], index, sized[1], sized[2], sizes
@@ -296,8 +287,8 @@ def sz_damage() -> str:
 
 
 @kernel(
-    "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
-    "int axes, int[] blocks, Tensor(a!) out, float offset=0.) -> ()"
+    "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int[] model, "
+    "int[] blocks, Tensor(a!) out, float offset=0.) -> ()"
 )
 def sz_decode(
     table: Tensor,
@@ -306,9 +297,7 @@ def sz_decode(
     places: Tensor,
     values: Tensor,
     step: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     out: Tensor,
     offset: float = 0.0,
@@ -318,6 +307,7 @@ def sz_decode(
     Raises:
         DamagedPlanesError: the planes do not fit together, or a checksum is another one.
     """
+    base, low, axes = model
     n, chunk = out.numel(), blocks[3]
     count, nothing = chunks(n, chunk), values[:0]
     sized = _fits(table, base, low) and index.numel() == 1 + 4 * count
@@ -418,8 +408,8 @@ def _flag(table: Tensor, *_: object) -> Tensor:
 
 
 @kernel(
-    "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int base, int low, "
-    "int axes, int[] blocks, Tensor(a!) out, float offset=0.) -> Tensor",
+    "(Tensor table, Tensor stream, Tensor index, Tensor places, Tensor values, float step, int[] model, "
+    "int[] blocks, Tensor(a!) out, float offset=0.) -> Tensor",
     _flag,
     without=ON_DEVICES,
 )
@@ -430,16 +420,14 @@ def sz_decode_flagged(
     places: Tensor,
     values: Tensor,
     step: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     out: Tensor,
     offset: float = 0.0,
 ) -> Tensor:
     """As :func:`sz_decode`, but no host waits: returns int32 [1] where ``out`` is, not 0 if the planes are damaged."""
     try:
-        sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
+        sz_decode(table, stream, index, places, values, step, model, blocks, out, offset)
     except DamagedPlanesError:
         return out.new_ones(1, dtype=torch.int32)
     return out.new_zeros(1, dtype=torch.int32)

@@ -56,15 +56,7 @@ def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int],
 
 
 def sz_encode_staged(
-    x: Tensor,
-    table: Tensor,
-    step: float,
-    bound: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    offset: float = 0.0,
+    x: Tensor, table: Tensor, step: float, bound: float, model: list[int], blocks: list[int], offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Runs the part of :func:`sz_encode` before the sizes of the planes are known. Never waits for the device.
 
@@ -72,6 +64,7 @@ def sz_encode_staged(
         staging int16 [chunks, slot], where every chunk's words stay in a slot as large as its elements; and the index
         without the chunks' checksums.
     """
+    base, low, axes = model
     chunks, pieces = _pieces(x.numel(), blocks[3])
     codes = x.new_empty(x.numel(), dtype=torch.int32)
     outliers = x.new_zeros(chunks, dtype=torch.int32)
@@ -112,15 +105,7 @@ def sz_collect(
 
 
 def sz_encode(
-    x: Tensor,
-    table: Tensor,
-    step: float,
-    bound: float,
-    base: int,
-    low: int,
-    axes: int,
-    blocks: list[int],
-    offset: float = 0.0,
+    x: Tensor, table: Tensor, step: float, bound: float, model: list[int], blocks: list[int], offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`backstash.codecs.sz.reference.sz_encode`.
 
@@ -129,13 +114,13 @@ def sz_encode(
     not checked, which would wait.
     """
     if x.dtype not in SMALL_FLOATS:
-        return reference.sz_encode(x, table, step, bound, base, low, axes, blocks, offset)
+        return reference.sz_encode(x, table, step, bound, model, blocks, offset)
     if not 2 <= table.numel() <= sz.SYMBOLS:
         raise ValueError(
             f"sz_encode asked for frequencies of 2 to {sz.SYMBOLS} symbols, got {table.numel()} frequencies. Make "
             f"them with codecs.sz.coding.model."
         )
-    staging, index = sz_encode_staged(x, table, step, bound, base, low, axes, blocks, offset)
+    staging, index = sz_encode_staged(x, table, step, bound, model, blocks, offset)
     words, outliers, stored = index[-4:-1].tolist() if x.numel() else (0, 0, 0)
     stream, places = (x.new_empty(size, dtype=torch.int16) for size in (words, outliers))
     values = x.new_empty(stored)
@@ -148,17 +133,15 @@ def sz_encode_within(
     table: Tensor,
     step: float,
     bound: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     rooms: list[int],
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`backstash.codecs.sz.reference.sz_encode_within`. Never waits for the device."""
     if x.dtype not in SMALL_FLOATS:
-        return reference.sz_encode_within(x, table, step, bound, base, low, axes, blocks, rooms, offset)
-    staging, index = sz_encode_staged(x, table, step, bound, base, low, axes, blocks, offset)
+        return reference.sz_encode_within(x, table, step, bound, model, blocks, rooms, offset)
+    staging, index = sz_encode_staged(x, table, step, bound, model, blocks, offset)
     sizes = index[-4:-1].clone() if x.numel() else x.new_zeros(3, dtype=torch.int64)
     stream, places = (x.new_empty(room, dtype=torch.int16) for room in rooms[:2])
     values = x.new_empty(rooms[2])
@@ -173,9 +156,7 @@ def sz_decode_flagged(
     places: Tensor,
     values: Tensor,
     step: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     out: Tensor,
     offset: float = 0.0,
@@ -189,9 +170,8 @@ def sz_decode_flagged(
         DamagedPlanesError: a plane has the wrong size.
     """
     if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
-        return reference.sz_decode_flagged(
-            table, stream, index, places, values, step, base, low, axes, blocks, out, offset
-        )
+        return reference.sz_decode_flagged(table, stream, index, places, values, step, model, blocks, out, offset)
+    base, low, axes = model
     n, chunk = out.numel(), blocks[3]
     chunks, pieces = _pieces(n, chunk)
     sized = sz.fits_in_table(table.numel(), low) and index.numel() == 1 + 4 * chunks
@@ -224,9 +204,7 @@ def sz_decode(
     places: Tensor,
     values: Tensor,
     step: float,
-    base: int,
-    low: int,
-    axes: int,
+    model: list[int],
     blocks: list[int],
     out: Tensor,
     offset: float = 0.0,
@@ -236,8 +214,8 @@ def sz_decode(
     **Waits for the device**, once, when all is queued: damage is found there, and raised here.
     """
     if out.dtype not in SMALL_FLOATS or values.dtype != out.dtype:
-        return reference.sz_decode(table, stream, index, places, values, step, base, low, axes, blocks, out, offset)
-    if sz_decode_flagged(table, stream, index, places, values, step, base, low, axes, blocks, out, offset).item():
+        return reference.sz_decode(table, stream, index, places, values, step, model, blocks, out, offset)
+    if sz_decode_flagged(table, stream, index, places, values, step, model, blocks, out, offset).item():
         raise DamagedPlanesError(sz_damage())
 
 
