@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from backstash.arguments import check_model, check_session, check_step
 from backstash.errors import RewriteError
-from backstash.rewrites.differences import largest_distance, rounding_limit
+from backstash.rewrites.differences import check_tolerance, largest_distance, rounding_limit
 from backstash.rewrites.trials import Trials, Undoable
 from backstash.session import Session
 
@@ -106,12 +106,7 @@ def channels_last(
         >>> model(images).is_contiguous()
         True
     """
-    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (is_number and 0.0 <= tolerance < math.inf):
-        raise ValueError(
-            f"channels_last was asked for tolerance={tolerance!r:.80}, but it is the largest relative distance "
-            f"between the numbers of two steps: 0 or more, and finite."
-        )
+    check_tolerance(tolerance, "channels_last", ValueError)
     check_model(model, "channels_last")
     check_step(step, "channels_last")
     check_session(session, "channels_last")

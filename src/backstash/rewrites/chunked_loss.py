@@ -23,7 +23,7 @@ from backstash.arguments import check_count, check_model, check_step
 from backstash.capture import modules
 from backstash.errors import RewriteError
 from backstash.rewrites.deferred import HeadCall, Tally
-from backstash.rewrites.differences import Beyond, beyond_another_order, largest_distance
+from backstash.rewrites.differences import Beyond, beyond_another_order, check_tolerance, largest_distance
 from backstash.rewrites.trials import Trials, Undoable
 from backstash.torch_internals import break_graphs_at
 
@@ -167,12 +167,7 @@ def chunked_loss(
     if step is None:
         return ChunkedLoss(path, layer, chunk_nbytes, evaluation)
     check_step(step, "chunked_loss")
-    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (is_number and 0.0 <= tolerance < math.inf):
-        raise RewriteError(
-            f"chunked_loss was asked for tolerance={tolerance!r:.80}, but it is the largest relative distance between "
-            f"the numbers of two steps: 0 or more, and finite."
-        )
+    check_tolerance(tolerance, "chunked_loss", RewriteError)
     return _proven(model, step, tolerance, lambda: ChunkedLoss(path, layer, chunk_nbytes, evaluation))
 
 

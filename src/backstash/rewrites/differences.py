@@ -99,6 +99,16 @@ def rounding_limit(numbers: Iterable[Tensor | None], computed: torch.dtype | Non
     return math.sqrt(max(torch.finfo(dtype).eps for dtype in [*dtypes, *([] if computed is None else [computed])]))
 
 
+def check_tolerance(tolerance: object, asked_by: str, error: type[Exception]) -> None:
+    """Raises an error for a tolerance that is neither a distance nor None."""
+    is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and 0.0 <= tolerance < math.inf):  # type: ignore[operator]
+        raise error(
+            f"{asked_by} was asked for tolerance={tolerance!r:.80}, but it is the largest relative distance between "
+            f"the numbers of two steps: 0 or more, and finite."
+        )
+
+
 @dataclass(frozen=True)
 class Beyond:
     """Numbers of two steps that are further apart than rounding explains.

@@ -82,8 +82,6 @@ class _Content:
 
 
 class _Numbers:
-    """The numbers of a tensor, its memory, its gradient and whether it asks for one."""
-
     def __init__(self, x: Tensor, path: str, owner: Any) -> None:
         self.x, self.path, self.owner = x, path, owner
         self.is_leaf = x.is_leaf
@@ -472,7 +470,6 @@ def _is_installed(file: str | None) -> bool:
 
 
 def _is_of_program(found: Any) -> bool:
-    """Whether a function or a class is the program's own, and no library's."""
     if _top(getattr(found, "__module__", None)) in _LIBRARIES:
         return False
     code = getattr(found, "__code__", None)
@@ -502,7 +499,6 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """All names in the code of a function and of the functions in it."""
     names: set[str] = set()
     waiting = [code]
     while waiting:
@@ -537,8 +533,6 @@ def _progress(iterator: Any) -> Any:
 
 
 class _Same:
-    """Is equal to another one of the same objects."""
-
     def __init__(self, found: Iterable[object]) -> None:
         self.found = list(found)
 

@@ -160,7 +160,7 @@ def _of_region(found: ValueDifference, region: RegionLog) -> Cause:
     if kind == "layout":
         return Cause(
             "layout",
-            f"{text}",
+            text,
             "have the function make its inputs contiguous, and hand them on as they came",
         )
     for word in ("buffer", "parameter", "input"):
@@ -228,11 +228,10 @@ def _of_input(subject: str, text: str, changed: dict[str, list[list[str]]]) -> C
             f"{subject} was changed in place inside the region, and differently in the recomputation",
             "use operations that are not in place inside the region",
         )
+    where = f" ({text})" if text else ""
     return Cause(
         "closure",
-        f"a tensor that the function reads and is not called with has changed since forward ({text})"
-        if text
-        else "a tensor that the function reads and is not called with has changed since forward",
+        f"a tensor that the function reads and is not called with has changed since forward{where}",
         "pass it in as an argument, and do not write it before backward",
     )
 

@@ -35,6 +35,7 @@ _BLOCK = 1 << 16
 """Words of a block on CPU: 512 KiB."""
 
 _MIX = 6364136223846793005
+_TAIL = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
@@ -134,7 +135,7 @@ def _sum_on_cpu(piece: Tensor) -> int:
         part = int(np.dot(block, low[: len(block)])) + int(np.dot(above, high[: len(block)]))
         total = (total * _MIX + part) & _ALL
     if tail:
-        total = (total * _MIX + _tail(data[-tail:].tobytes())) & _ALL
+        total = (total * _MIX + int.from_bytes(data[-tail:].tobytes(), "little") * _TAIL) & _ALL
     return total
 
 
@@ -159,13 +160,6 @@ def _sum_on_device(piece: Tensor) -> Tensor:
         last = (piece[-tail:].to(torch.int64) << places).sum()
         total = total * _signed(_MIX) + last * _signed(_TAIL)
     return total
-
-
-_TAIL = 0x9E3779B97F4A7C15
-
-
-def _tail(data: bytes) -> int:
-    return int.from_bytes(data, "little") * _TAIL
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def compared(forward: Tensor, backward: Tensor) -> dict[str, Any]:
     if not count:
         return found
     first = int(unequal.to(torch.uint8).argmax())
-    found["first"] = list(_index(first, tuple(forward.shape)))
+    found["first"] = [int(place) for place in np.unravel_index(first % forward.numel(), tuple(forward.shape))]
     found["forward"], found["backward"] = one[first].item(), two[first].item()
     exact, got = one.to(torch.float64), two.to(torch.float64)
     length = float(exact.norm())
@@ -75,11 +76,3 @@ def _ulps(one: Tensor, two: Tensor) -> int | None:
         return torch.where(bits < 0, lowest - bits, bits)
 
     return int((steps(one) - steps(two)).abs().max())
-
-
-def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found: list[int] = []
-    for size in reversed(shape):
-        found.append(place % size)
-        place //= size
-    return tuple(reversed(found))

@@ -74,8 +74,7 @@ class OperationLog(TorchDispatchMode):
         if name.startswith(_SILENT) or len(self.operations) >= _MOST:
             return func(*args, **kwargs)
         given = list(tensors_within((args, kwargs)))
-        writes = list(_written(func, args, kwargs))
-        before = [self._sum(each, is_written) for each, is_written in zip(given, writes, strict=False)]
+        before = [self._sum(each) for each in given]
         layouts = [_layout(each) for each in given]
         names = [self._name(each) for each in given]
         numbers = _numbers((args, kwargs))
@@ -86,7 +85,7 @@ class OperationLog(TorchDispatchMode):
             address = address_of(each)
             (self._blank.add if is_blank else self._blank.discard)(address)
             self._made[address] = name.split(".")[1]
-        for each, is_written in zip(given, writes, strict=False):
+        for each, is_written in zip(given, _written(func, args, kwargs), strict=False):
             if is_written:
                 self._blank.discard(address_of(each))
         self.operations.append(
@@ -98,20 +97,14 @@ class OperationLog(TorchDispatchMode):
                 layouts,
                 names,
                 is_seeded_tag in getattr(func, "tags", ()),
-                [None if is_blank else self._sum(each, False) for each in outputs],
+                [None if is_blank else self._sum(each) for each in outputs],
                 [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in outputs],
             )
         )
         return returned
 
-    def _sum(self, x: Tensor, is_written: bool) -> Checksum | None:
-        if (
-            why_unchecked(x) is not None
-            or (is_written and address_of(x) in self._blank)
-            or address_of(x) in self._blank
-        ):
-            return None
-        return checksum(x)
+    def _sum(self, x: Tensor) -> Checksum | None:
+        return None if why_unchecked(x) is not None or address_of(x) in self._blank else checksum(x)
 
     def _name(self, x: Tensor) -> str:
         made = self._made.get(address_of(x))
@@ -208,7 +201,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[bool]:
 
 
 def _numbers(tree: Any) -> str:
-    """The arguments that are no tensors."""
     if is_tensor(tree):
         return "_"
     if isinstance(tree, (tuple, list)):

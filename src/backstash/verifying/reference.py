@@ -183,8 +183,6 @@ class Reference(ObservedRun):
 
 
 class _Context:
-    """Stands for the ``ctx`` of a custom function's forward."""
-
     def __init__(self, args: Any) -> None:
         self.needs_input_grad = tuple(is_tensor(each) and each.requires_grad for each in args)
 

@@ -215,7 +215,6 @@ class _Repeated:
         return under.log
 
     def _note_end(self, under: ObservedRun, returned: object) -> None:
-        """Notes the state in which a run ends."""
         tensors = [x for x in tensors_within(returned) if why_unchecked(x) is None]
         under.log.returned = numbers_of([checksum(x) for x in tensors])
         under.log.state = state_sums(under.paths)

@@ -6,7 +6,7 @@ import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -237,10 +237,7 @@ def _value_findings(watched: RunLog, closer: RunLog | None, tolerance: float, un
             count = len(group) if value.region is not None else 1
             key = (cause.kind, cause.fix, value.owner if region is None else region.kind)
             if key in found:
-                old = found[key]
-                found[key] = VerifyFinding(
-                    old.cause, old.subject, old.value, old.region, old.count + count, old.places + 1, old.names
-                )
+                found[key] = replace(found[key], count=found[key].count + count, places=found[key].places + 1)
             else:
                 found[key] = VerifyFinding(cause, value.place, value, region, count)
     return list(found.values())

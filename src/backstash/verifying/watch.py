@@ -511,45 +511,31 @@ class WatchedRun(ObservedRun):
             self.log.nbytes += value.dtype.itemsize * math.prod(value.shape)
             self.log.owners[value.owner] = self.log.owners.get(value.owner, 0) + 1
             if one != two or got:
-                other = by_sum.get(two)
                 self.log.differing += 1
-                self._differences.append(self._described(value, one, two, got, written, detail, other))
+                found = ValueDifference(
+                    number=value.number,
+                    backward=self.log.passes - 1,
+                    path=value.path,
+                    op=value.op,
+                    role=value.role,
+                    shape=list(value.shape),
+                    dtype=str(value.dtype).removeprefix("torch."),
+                    owner=value.owner,
+                    producer=value.producer,
+                    forward_sum=one,
+                    backward_sum=two,
+                    got=got,
+                    version=written,
+                    detail=detail,
+                )
+                other, region = by_sum.get(two), value.region
+                if other is not None and other is not value and other.sum != value.sum and one != two:
+                    found.same_as = f"{other.path}/{other.op}:{other.role}"
+                if region is not None:
+                    found.region, found.changed = region.log.number, _listed(region.changed)
+                self._differences.append(found)
         self._differences.sort(key=lambda each: each.number)
         del self._differences[MOST_DIFFERENCES:]
-
-    def _described(
-        self,
-        value: WatchedValue,
-        one: int,
-        two: int,
-        got: str,
-        written: int,
-        detail: dict[str, Any],
-        other: WatchedValue | None,
-    ) -> ValueDifference:
-        region = value.region
-        found = ValueDifference(
-            number=value.number,
-            backward=self.log.passes - 1,
-            path=value.path,
-            op=value.op,
-            role=value.role,
-            shape=list(value.shape),
-            dtype=str(value.dtype).removeprefix("torch."),
-            owner=value.owner,
-            region=None if region is None else region.log.number,
-            producer=value.producer,
-            forward_sum=one,
-            backward_sum=two,
-            got=got,
-            version=written,
-            detail=detail,
-        )
-        if other is not None and other is not value and other.sum != value.sum and one != two:
-            found.same_as = f"{other.path}/{other.op}:{other.role}"
-        if region is not None:
-            found.changed = _listed(region.changed)
-        return found
 
     def finish(self) -> None:
         """Completes the record."""
