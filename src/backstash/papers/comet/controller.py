@@ -429,7 +429,6 @@ class Comet(Policy):
         return None if layer is None else layer.bound
 
     def _smallest_bound(self, readers: Sequence[str]) -> float | None:
-        """Returns the smallest bound of these readers, or None if a reader has none."""
         bounds = [bound for key in readers if (bound := self._bound(key)) is not None]
         return min(bounds) if bounds and len(bounds) == len(readers) else None
 

@@ -205,15 +205,6 @@ def pattern(x: Tensor) -> Tensor:
     return x.detach()[tuple(slice(None, None, max(step, 1)) for step in steps)] != 0
 
 
-def overlap(source: Tensor, read: Tensor) -> float:
-    """Returns the share of the non-zero elements of a value that are not zero in one of its sources either.
-
-    See :func:`overlapping`, which does not wait for a device, for the arguments.
-    """
-    counts = overlapping(source, read)
-    return 1.0 if counts is None else share_of(*(int(count) for count in counts))
-
-
 def share_of(both: float, count: float) -> float:
     """Returns the share from the counts of :func:`overlapping`; 1 if the value is zero everywhere."""
     return both / count if count else 1.0

@@ -103,13 +103,8 @@ class Momentum:
         while self._listening:
             self._listening.pop()()
 
-    def of(self, parameter: nn.Parameter) -> float | None:
-        """Returns the mean magnitude of the parameter's momentum as the optimizer has it, or None without one."""
-        mean = self.mean_of(parameter)
-        return None if mean is None else float(mean)
-
     def mean_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """As :meth:`of`, without a wait for a device."""
+        """Returns the mean magnitude of the parameter's momentum, without a wait for a device; None without one."""
         momentum = self._momentum_of(parameter)
         if momentum is None or not self._is_of_gradients.get(parameter, True):
             return None
