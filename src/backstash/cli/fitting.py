@@ -85,7 +85,6 @@ def fit(
 
 
 def _page(fits: Fits, ways: list[Fit], unit: int) -> list[str]:
-    """Returns the lines of one card."""
     card = fits.card
     rows = []
     for each in ways:
@@ -102,7 +101,6 @@ def _page(fits: Fits, ways: list[Fit], unit: int) -> list[str]:
 
 
 def _unknown(steps: SizedSteps) -> list[str]:
-    """Returns what the forecast does not know."""
     lines = [
         "Predicted, not measured. Peaks are those of tensors, with parameters, gradients and the optimizer's state;",
         "what libraries take for themselves while they compute is not known, nor what codecs such as zvc would save.",

@@ -178,7 +178,6 @@ def _show(script: str, launched: Launched, full: bool) -> None:
 
 
 def _require_one(budget: str | None, plan: Path | None) -> None:
-    """Refuses a plan that is not there, and a plan together with a budget."""
     if plan is not None and not plan.is_file():
         raise typer.BadParameter(f"there is no file {plan}", param_hint="--plan")
     if plan is not None and budget is not None:
@@ -217,13 +216,11 @@ def _plan_in(file: Path) -> Plan:
 
 
 def _resident(resident: ResidentPeaks) -> str:
-    """The resident peak of the process, in a line."""
     first = "" if resident.before is None else f" under the plan, {amount(resident.before)} in the first steps"
     return f"resident peak of the process, weights and libraries included: {amount(resident.after or 0)}{first}"
 
 
 def _own_peaks(report: Report, resident: ResidentPeaks) -> dict[str, Any]:
-    """What this rank has to tell the first."""
     so_far = peak_so_far_nbytes()
     return {
         "saved_nbytes": report.saved_nbytes,

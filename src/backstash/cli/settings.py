@@ -64,7 +64,6 @@ def _set(
 
 
 def _options(command: Any) -> dict[str, str]:
-    """The parameters of a command's options by the options' long names."""
     return {
         option.removeprefix("--"): parameter.name
         for parameter in command.params

@@ -63,7 +63,6 @@ def verify_command(
 
 
 def _as_file(found: Verification, suffix: str) -> str:
-    """The result in the form that a file's name asks for."""
     if suffix == ".json":
         return found.to_json() + "\n"
     return verification_page(found) if suffix == ".html" else "\n".join(found.lines(fix=True)) + "\n"

@@ -248,7 +248,6 @@ class Lz4(_Chunked):
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """The bytes of a flat tensor."""
     data: Any = x.view(torch.uint8).numpy().data
     return memoryview(data)
 

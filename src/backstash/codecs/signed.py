@@ -247,18 +247,15 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _least(values: Tensor) -> Tensor:
-    """The smallest magnitude, NaNs aside."""
     magnitudes = values.abs()
     return torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
 
 
 def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
-    """The bits as a bool per element of ``values``."""
     out = torch.empty(values.numel(), dtype=torch.bool, device=values.device)
     ops.bitmask_decode(bits, out, 1.0, 0.0)
     return out
 
 
 def _row(spec: TensorSpec, numel: int) -> TensorSpec:
-    """The spec of a row of that many of the elements."""
     return TensorSpec((numel,), (1,), spec.dtype, spec.device, numel * spec.dtype.itemsize)

@@ -92,7 +92,6 @@ class Sparse:
         return saving >= self.min_saving
 
     def _bits_per_element(self, density: float, dtype: torch.dtype) -> float:
-        """Bits that an element takes on average, where that share of them is not zero."""
         raise NotImplementedError
 
     def _bits_per_value(self, dtype: torch.dtype) -> float:

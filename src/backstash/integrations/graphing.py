@@ -194,7 +194,6 @@ class GraphedStep:
         return self._replay(seen.graph, leaves)
 
     def _device(self, leaves: list[Any]) -> torch.device | None:
-        """The accelerator that the step runs on; None if it has no graphs, which is said once."""
         found = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_cpu), None)
         if found is None:
             found = next((parameter.device for parameter in self._watched.parameters()), torch.device("cpu"))
@@ -317,7 +316,6 @@ class GraphedStep:
 
 
 def _described(leaf: Any, device: torch.device) -> _Key:
-    """What a signature says of an argument."""
     if not isinstance(leaf, Tensor):
         try:
             hash(leaf)

@@ -199,7 +199,6 @@ def byte_ticks(least: int, most: int) -> list[int]:
 
 
 def _ticks(least: float, most: float) -> list[float]:
-    """Returns up to six round numbers between two."""
     raw = (most - least) / 5
     if raw <= 0:
         return [least]
@@ -210,7 +209,6 @@ def _ticks(least: float, most: float) -> list[float]:
 
 
 def _round(text: str) -> str:
-    """Returns the label of a tick without a zero after the point."""
     return text.replace(".0 ", " ")
 
 

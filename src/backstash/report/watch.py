@@ -208,7 +208,6 @@ class Watch:
             self._keep_larger(json.loads(self._session.report().to_json()))
 
     def _end_step(self) -> None:
-        """The last update has ended a step."""
         number = self._steps.count
         if number == COUNTED - 1:
             if self._device == "cpu" and self._counter is None:
@@ -228,7 +227,6 @@ class Watch:
             raise SystemExit(0)
 
     def _forget(self) -> None:
-        """What was measured so far was no step."""
         self._peak = self._report = self._resident_peak = None
         self._timed.clear()
 
@@ -283,7 +281,6 @@ def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _digest(parameters: Iterable[Any]) -> str:
-    """SHA-256 of the bytes of every parameter."""
     digest = hashlib.sha256()
     for parameter in parameters:
         content = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -190,7 +190,6 @@ def check_rows(codes: Tensor, low: Tensor, high: Tensor, bits: int, group_size: 
 
 
 def _hash(low: Tensor, high: Tensor, each: Callable[[Tensor], Tensor], numel: int, seed: int) -> Tensor:
-    """Returns a hash of 32 bits per element, int64 [numel]."""
     index = torch.arange(numel, device=low.device)
     first = _mixed(bits_of(low).long() & _WORD ^ seed)
     second = _mixed(first ^ bits_of(high).long() & _WORD)

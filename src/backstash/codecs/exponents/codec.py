@@ -115,7 +115,6 @@ class Exponents:
         return None if saving >= self.min_saving else f"{escapes:.0%} of a sample is out of its window of exponents"
 
     def _bits_per_exponent(self, escapes: float) -> float:
-        """Bits that an exponent takes on average, where that share of them are escapes."""
         return self.bits + 8 / EXPONENTS_BLOCK + 64 / 4096 + 8 * escapes
 
     def encode(self, x: Tensor) -> Encoded:

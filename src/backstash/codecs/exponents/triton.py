@@ -149,22 +149,10 @@ def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     codes = x.new_empty(bytes_for(n, bits), dtype=torch.uint8)
     bases = x.new_empty(blocks, dtype=torch.uint8)
     counts = x.new_empty(blocks, dtype=torch.int64)
-    launch(
-        exponents_code_kernel,
-        blocks,
-        bits_of(x),
-        fractions[: 2 * n].view(torch.int16) if wide else fractions,
-        fractions[2 * n :] if wide else fractions,
-        codes,
-        bases,
-        counts,
-        n,
-        codes.numel(),
-        BITS=bits,
-        WIDE=wide,
-        BLOCK=EXPONENTS_BLOCK,
-        LANES=EXPONENTS_LANES,
-    )
+    lower, upper = (fractions[: 2 * n].view(torch.int16), fractions[2 * n :]) if wide else (fractions, fractions)
+    arguments = bits_of(x), lower, upper, codes, bases, counts, n, codes.numel()
+    constants = {"BITS": bits, "WIDE": wide, "BLOCK": EXPONENTS_BLOCK, "LANES": EXPONENTS_LANES}
+    launch(exponents_code_kernel, blocks, *arguments, **constants)
     ends = counts.cumsum(0)
     return fractions, codes, bases, ends - counts, ends
 

@@ -48,7 +48,6 @@ def _keys(thresholds: tuple[float, ...], bits: int, dtype: torch.dtype) -> Any:
 
 @lru_cache(maxsize=256)
 def _table(values: tuple[float, ...], dtype: torch.dtype) -> Any:
-    """Returns the bits of ``values`` rounded to ``dtype``."""
     rounded = torch.tensor(values, dtype=dtype, device="cpu").view(UNSIGNED[dtype.itemsize])
     return (c_uint32 * len(values))(*rounded.tolist())
 

@@ -78,19 +78,9 @@ def fewbit_decode_kernel(
 def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
     packed = x.new_empty(bytes_for(x.numel(), bits), dtype=torch.uint8)
     nonfinite = x.new_zeros(1, dtype=torch.int64)
-    launch_bytes(
-        fewbit_encode_kernel,
-        packed,
-        x,
-        packed,
-        nonfinite,
-        x.numel(),
-        packed.numel(),
-        tuple(float(threshold) for threshold in thresholds),
-        COUNT=len(thresholds),
-        BITS=bits,
-        FIELDS_PER_BYTE=fields_per_byte(bits),
-    )
+    arguments = x, packed, nonfinite, x.numel(), packed.numel(), tuple(map(float, thresholds))
+    constants = {"COUNT": len(thresholds), "BITS": bits, "FIELDS_PER_BYTE": fields_per_byte(bits)}
+    launch_bytes(fewbit_encode_kernel, packed, *arguments, **constants)
     return packed, nonfinite
 
 

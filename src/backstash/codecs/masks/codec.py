@@ -105,7 +105,6 @@ class Bitmask:
         return "nan" in encoded.planes if self.mask.nan else None
 
     def _nan(self, x: Tensor) -> Tensor:
-        """A bit for each element that is NaN, packed."""
         found: Tensor = ops.bitmask_encode(flat(x), Test.NOT_LE.code, float("inf"), 0.0)
         return found
 

@@ -230,16 +230,9 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
     codes = x.new_empty(x.numel(), dtype=form.dtype)
     scales = x.new_empty(groups(x.numel(), group_size), dtype=torch.float32)
     constants = _scaled_constants(form, x.dtype, group_size)
-    launch(
-        minifloat_scaled_encode_kernel,
-        blocks_of(scales.numel(), constants["ROWS"]),
-        bits_of(x),
-        codes,
-        bits_of(scales),
-        x.numel(),
-        CEILING=number_bits(scale_ceiling(form, x.dtype), torch.float32),
-        **constants,
-    )
+    constants["CEILING"] = number_bits(scale_ceiling(form, x.dtype), torch.float32)
+    arguments = bits_of(x), codes, bits_of(scales), x.numel()
+    launch(minifloat_scaled_encode_kernel, blocks_of(scales.numel(), constants["ROWS"]), *arguments, **constants)
     return codes, scales
 
 

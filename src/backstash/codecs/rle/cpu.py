@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backstash.codecs.rle import reference as reference
 from backstash.codecs.rle.reference import rle_damage
+from backstash.codecs.zvc.cpu import zvc_decode, zvc_encode
 from backstash.errors import DamagedPlanesError
 from backstash.ops import bytes_for, zvc_chunks
 from backstash.ops.cpu import library
@@ -18,9 +19,6 @@ _lib: Any = library.functions(
     bs_rle_count="l(plpi)",
     bs_rle_write="(plppi)",
     bs_rle_mask="i(plplpi)",
-    bs_zvc_mark="l(plippi)",
-    bs_zvc_gather="(plipppli)",
-    bs_zvc_decode="i(ppplplii)",
 )
 
 
@@ -28,14 +26,10 @@ def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width = x.element_size()
     if width not in (2, 4, 8):
         return reference.rle_encode(x)
-    n, source, chunks = x.numel(), x.data_ptr(), zvc_chunks(x.numel())
-    threads = threads_for(n * width)
-    mask = new_plane(bytes_for(n, 1), torch.uint8)
+    n, chunks, threads = x.numel(), zvc_chunks(x.numel()), threads_for(x.numel() * width)
+    mask, offsets, values = zvc_encode(x)
     starts = torch.empty(2 * chunks, dtype=torch.int64, device="cpu")
-    planes = mask.data_ptr(), starts.data_ptr() + 8 * chunks
-    stored = _lib.bs_zvc_mark(source, n, width, *planes, threads)
-    values = new_plane(stored, x.dtype)
-    _lib.bs_zvc_gather(source, n, width, *planes, values.data_ptr(), stored, threads)
+    starts[chunks:] = offsets
     tokens = new_plane(_lib.bs_rle_count(mask.data_ptr(), n, starts.data_ptr(), threads), torch.uint8)
     _lib.bs_rle_write(mask.data_ptr(), n, starts.data_ptr(), tokens.data_ptr(), threads)
     return tokens, starts, values
@@ -51,8 +45,9 @@ def rle_decode(tokens: Tensor, starts: Tensor, values: Tensor, out: Tensor) -> N
     threads = threads_for(n * width)
     mask = new_plane(bytes_for(n, 1), torch.uint8)
     planes = tokens.data_ptr(), tokens.numel(), starts.data_ptr()
-    if _lib.bs_rle_mask(*planes, n, mask.data_ptr(), threads) == 0:
-        planes = mask.data_ptr(), starts.data_ptr() + 8 * chunks, values.data_ptr()
-        if _lib.bs_zvc_decode(*planes, stored, out.data_ptr(), n, width, threads) == 0:
-            return
-    raise DamagedPlanesError(rle_damage(stored))
+    if _lib.bs_rle_mask(*planes, n, mask.data_ptr(), threads) != 0:
+        raise DamagedPlanesError(rle_damage(stored))
+    try:
+        zvc_decode(mask, starts[chunks:], values, out)
+    except DamagedPlanesError:
+        raise DamagedPlanesError(rle_damage(stored)) from None

@@ -198,7 +198,6 @@ def _symbols(table: Tensor, base: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _coded(codes: Tensor, table: Tensor, base: int, low: int, chunk: int) -> list[Tensor]:
-    """Returns the words of each chunk."""
     n, device = codes.numel(), codes.device
     frequencies, begins, widths, starts = _symbols(table, base)
     high = codes >> low

@@ -139,7 +139,6 @@ class Upcast:
         return replace(inner, codec=self.id, spec=spec, planes={_PREFIX + name: x for name, x in inner.planes.items()})
 
     def _inner(self, encoded: Encoded) -> Encoded:
-        """The encoding of the bfloat16 numbers."""
         assert self.values is not None
         planes = {name.removeprefix(_PREFIX): x for name, x in encoded.planes.items()}
         return Encoded(self.values.id, _row(encoded.spec), planes, encoded.meta)

@@ -40,8 +40,6 @@ MOST_ASKED = 4096
 
 
 class _Asked:
-    """The questions to which the answer yes has let values be stored rounded."""
-
     def __init__(self) -> None:
         self.questions: dict[_Question, None] = {}
         self.is_forgetful = False
@@ -161,7 +159,6 @@ _SETTINGS = "settings"
 
 
 def _rounded(x: Tensor, rounding: Rounding) -> Tensor:
-    """Float32 numbers as bfloat16 ones."""
     if rounding == "nearest":
         return x.to(torch.bfloat16)
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -216,7 +213,6 @@ def _telling(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _layouts(generator: torch.Generator, *shape: int) -> Iterator[Tensor]:
-    """Gradients of a shape, in the layouts in which they come."""
     columns = shape[-1]
     wide = torch.randn(*shape[:-1], columns + 3, generator=generator, dtype=torch.float32)
     yield wide[..., :columns].contiguous()

@@ -185,21 +185,10 @@ def window_encode(
     bits = window_bits(kernel)
     packed = indices.new_empty(bytes_for(indices.numel(), bits), dtype=torch.uint8)
     strays = indices.new_zeros(1, dtype=torch.int64)
-    launch_bytes(
-        window_encode_kernel,
-        packed,
-        indices,
-        packed,
-        strays,
-        indices.numel(),
-        packed.numel(),
-        inner,
-        math.prod(input_size),
-        tuple(input_size),
-        tuple(output_size),
-        **_window_constants(indices.numel(), input_size, kernel, stride, padding, dilation),
-        FIELDS_PER_BYTE=fields_per_byte(bits),
-    )
+    numbers = indices.numel(), packed.numel(), inner, math.prod(input_size), tuple(input_size), tuple(output_size)
+    constants = _window_constants(indices.numel(), input_size, kernel, stride, padding, dilation)
+    constants["FIELDS_PER_BYTE"] = fields_per_byte(bits)
+    launch_bytes(window_encode_kernel, packed, indices, packed, strays, *numbers, **constants)
     return packed, strays
 
 
@@ -216,19 +205,10 @@ def window_decode(
 ) -> None:
     bits = window_bits(kernel)
     check_plane("window_decode", "packed", packed, bytes_for(out.numel(), bits), out)
-    launch_elements(
-        window_decode_kernel,
-        out.numel(),
-        packed,
-        out,
-        out.numel(),
-        packed.numel(),
-        inner,
-        tuple(input_size),
-        tuple(output_size),
-        **_window_constants(out.numel(), input_size, kernel, stride, padding, dilation),
-        BYTES_PER_FIELD=bytes_per_field(bits),
-    )
+    numbers = out.numel(), packed.numel(), inner, tuple(input_size), tuple(output_size)
+    constants = _window_constants(out.numel(), input_size, kernel, stride, padding, dilation)
+    constants["BYTES_PER_FIELD"] = bytes_per_field(bits)
+    launch_elements(window_decode_kernel, out.numel(), packed, out, *numbers, **constants)
 
 
 def window_scatter(
@@ -249,18 +229,7 @@ def window_scatter(
     """
     bits = window_bits(kernel)
     check_plane("window_scatter", "packed", packed, bytes_for(grad.numel(), bits), out)
-    launch_elements(
-        window_scatter_kernel,
-        out.numel(),
-        packed,
-        grad,
-        out,
-        out.numel(),
-        packed.numel(),
-        inner,
-        tuple(input_size),
-        tuple(output_size),
-        **_window_constants(max(grad.numel(), out.numel()), input_size, kernel, stride, padding, dilation),
-        POSITIONS=math.prod(kernel),
-        BYTES_PER_FIELD=bytes_per_field(bits),
-    )
+    numbers = out.numel(), packed.numel(), inner, tuple(input_size), tuple(output_size)
+    constants = _window_constants(max(grad.numel(), out.numel()), input_size, kernel, stride, padding, dilation)
+    constants |= {"POSITIONS": math.prod(kernel), "BYTES_PER_FIELD": bytes_per_field(bits)}
+    launch_elements(window_scatter_kernel, out.numel(), packed, grad, out, *numbers, **constants)

@@ -247,7 +247,6 @@ def _sum(codes: Tensor, damaged: Tensor, stride: int, block: int) -> None:
 
 
 def _pieces(n: int, chunk: int) -> tuple[int, int]:
-    """Returns the number of chunks, and the number of pieces of a chunk."""
     return sz.chunks(n, chunk), blocks_of(min(n, chunk), PIECE)
 
 
