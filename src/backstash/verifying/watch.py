@@ -239,9 +239,8 @@ class WatchedRun(ObservedRun):
     def _push(self, pack: Any, unpack: Any) -> None:
         push, _ = self._before
         is_compilers = isinstance(pack, torch.fx.GraphModule) or is_compiling()
-        if (
-            is_compilers or recomputed_frame(pack) is not None
-        ):  # whose values were noted in forward, and go on from there
+        # The values of a frame that is computed again were noted in forward, and go on from there.
+        if is_compilers or recomputed_frame(pack) is not None:
             push(pack, unpack)
             self._here.stack.append(None)
             return
@@ -375,7 +374,8 @@ class WatchedRun(ObservedRun):
         try:
             if is_first:
                 region.before = Facts.here()
-                region.inputs = _named(args)
+                if region.operations is not None:
+                    region.inputs = _named(args)
                 with region.operations or nullcontext():
                     found = function(*args, **kwargs)
                 self._note_result(region, "", found)
