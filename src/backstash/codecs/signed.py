@@ -27,6 +27,7 @@ from backstash.codecs.base import (
     trimmed,
 )
 from backstash.codecs.blockquant.codec import BlockQuant
+from backstash.codecs.masks.codec import unpacked
 from backstash.codecs.sample import sample
 from backstash.ops import bytes_for, zvc_chunks
 from backstash.ops.registration import ops
@@ -204,7 +205,7 @@ class Signed:
         values = flat(self.values.decode(Encoded(self.values.id, stored, inner, meta)))
         least = planes["least"]
         if "positive" in planes:
-            for part, positive in zip(_parts(values), _parts(_unpacked(planes["positive"], values)), strict=True):
+            for part, positive in zip(_parts(values), _parts(unpacked(planes["positive"], values)), strict=True):
                 part.copy_(torch.where(positive, part.maximum(least), part.minimum(-least)))
         elif encoded.meta["negative"]:
             torch.minimum(values, -least, out=values)
@@ -213,7 +214,7 @@ class Signed:
         if gathers:
             ops.zvc_decode(planes["mask"], planes["offsets"], values, flat(out))
         else:
-            torch.where(_unpacked(planes["mask"], values), values, values.new_zeros(()), out=flat(out))
+            torch.where(unpacked(planes["mask"], values), values, values.new_zeros(()), out=flat(out))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
@@ -249,12 +250,6 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 def _least(values: Tensor) -> Tensor:
     magnitudes = values.abs()
     return torch.where(magnitudes.isnan(), math.inf, magnitudes).min()
-
-
-def _unpacked(bits: Tensor, values: Tensor) -> Tensor:
-    out = torch.empty(values.numel(), dtype=torch.bool, device=values.device)
-    ops.bitmask_decode(bits, out, 1.0, 0.0)
-    return out
 
 
 def _row(spec: TensorSpec, numel: int) -> TensorSpec:

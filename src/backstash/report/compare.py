@@ -423,17 +423,22 @@ def _failure(program: Program, policy: str, code: int, stderr: str) -> str:
         ending = f"was killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             ending += ", which is also how Linux ends a process when memory runs out"
-    lines = stderr.splitlines()[-TAIL:] or ["(it printed nothing to stderr)"]
     module = "-m " if program.is_module else ""
     script = program.script
     alone = f"python {module}{script}" if policy == PLAIN else f"backstash run --policy {policy} {module}{script}"
     return "\n".join(
         [
             f"{program.command} was to be measured under {policy}, but it {ending}. Its last lines on stderr:",
-            *(f"    {line}" for line in lines),
+            last_lines(stderr),
             f"Run it on its own first: {alone} ...",
         ]
     )
+
+
+def last_lines(stderr: str) -> str:
+    """Returns the last lines that a script has printed to stderr, indented."""
+    lines = stderr.splitlines()[-TAIL:] or ["(it printed nothing to stderr)"]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _drift(losses: Sequence[str], base: Sequence[str]) -> float:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from backstash.capture import passes
 from backstash.errors import MeasureError, ScriptFailedError
 from backstash.integrations.launcher import execute, require_script
-from backstash.report.compare import TAIL, Program, run_in_child
+from backstash.report.compare import Program, last_lines, run_in_child
 from backstash.report.steps import Steps
 from backstash.torch_internals import QUIET_LOGS, ignore_global_hooks_of_compiled_modules, in_backward
 from backstash.verifying.facts import generator_digests
@@ -222,10 +222,9 @@ def _run(
         log = RunLog.from_json(result.read_text()) if result.exists() else RunLog(error=f"exit code {exit_code}")
         was_watched = log.differing or any(each.runs_again for each in log.regions)
         if exit_code != 0 and not was_watched and not tolerates:
-            lines = errors.splitlines()[-TAIL:] or ["(it printed nothing to stderr)"]
             raise ScriptFailedError(
                 f"{program.command} was to be verified ({name}), but it ended with exit code {exit_code}. Its last "
-                "lines on stderr:\n" + "\n".join(f"    {line}" for line in lines)
+                f"lines on stderr:\n{last_lines(errors)}"
             )
         kept = Path(order.result + ".gradients")
         gradients: dict[str, Tensor] = torch.load(kept, weights_only=True) if kept.exists() else {}

@@ -330,7 +330,7 @@ class Reached:
                 elif not hasattr(type(value), "__get__") and not (name.startswith("__") and name.endswith("__")):
                     data[name] = value
                     self._add(value, f"{path}.{name}")
-            self._note(each, _class_reader_of(data), _write_attributes)
+            self._note(each, _reader_of(data), _write_attributes)
 
     def _enter_iterator(self, iterator: Any, path: str) -> None:
         self._iterators.append((iterator, path, _progress(iterator)))
@@ -442,12 +442,12 @@ def _write_cell(cell: Any, content: list[Any]) -> None:
 
 def _reader_of(names: Iterable[str]) -> Callable[[Any], dict[str, Any]]:
     chosen = tuple(names)
-    return lambda held: {name: held.get(name, _MISSING) for name in chosen}
 
+    def read(held: Any) -> dict[str, Any]:
+        found = vars(held) if isinstance(held, type) else held
+        return {name: found.get(name, _MISSING) for name in chosen}
 
-def _class_reader_of(names: Iterable[str]) -> Callable[[Any], dict[str, Any]]:
-    chosen = tuple(names)
-    return lambda held: {name: vars(held).get(name, _MISSING) for name in chosen}
+    return read
 
 
 _CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {

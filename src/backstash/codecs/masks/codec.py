@@ -132,24 +132,25 @@ class Bitmask:
         """
         check_planes(encoded, dict.fromkeys(encoded.planes, bytes_for(encoded.spec.numel, 1)))
         out = like(encoded.spec, out, None if self.mask.ternary else torch.bool)
+        is_test = self.mask.ternary or out.dtype == torch.bool
+        if_set, if_clear = (1.0, 0.0) if is_test else (self.mask.if_set, self.mask.if_clear)
+        ops.bitmask_decode(encoded.planes["mask"], flat(out), if_set, if_clear)
         if self.mask.ternary:
-            ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
-            negative = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-            ops.bitmask_decode(encoded.planes["negative"], negative, 1.0, 0.0)
-            flat(out).masked_fill_(negative, -1.0)
-        elif out.dtype == torch.bool:
-            ops.bitmask_decode(encoded.planes["mask"], flat(out), 1.0, 0.0)
-        else:
-            ops.bitmask_decode(encoded.planes["mask"], flat(out), self.mask.if_set, self.mask.if_clear)
+            flat(out).masked_fill_(unpacked(encoded.planes["negative"], out), -1.0)
         if "nan" in encoded.planes and out.dtype != torch.bool:
-            nan = torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-            ops.bitmask_decode(encoded.planes["nan"], nan, 1.0, 0.0)
-            flat(out).masked_fill_(nan, float("nan"))
+            flat(out).masked_fill_(unpacked(encoded.planes["nan"], out), float("nan"))
         return out
 
     def nbytes_bound(self, spec: TensorSpec) -> int:
         """One bit per element, or two where there is a third value or a NaN may be."""
         return bytes_for(spec.numel, 1) * (2 if self.mask.ternary or self.mask.nan else 1)
+
+
+def unpacked(bits: Tensor, x: Tensor) -> Tensor:
+    """Returns the bits as a flat bool for each element of ``x``, where ``x`` is."""
+    out = torch.empty(x.numel(), dtype=torch.bool, device=x.device)
+    ops.bitmask_decode(bits, out, 1.0, 0.0)
+    return out
 
 
 def _judge(has_plane: bool, numbers: list[bool]) -> Judged:

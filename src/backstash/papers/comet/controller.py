@@ -80,7 +80,7 @@ _SMALLEST_INTERVAL = 4
 
 
 class _Traced(NamedTuple):
-    """A value in a collecting step, of which the host may not have the numbers yet.
+    """A value in a collecting step: its numbers on the device, or what ``Scalars`` has them by.
 
     Attributes:
         readers: keys of its readers.
@@ -90,9 +90,9 @@ class _Traced(NamedTuple):
 
     readers: tuple[str, ...]
     numel: int
-    share: Tensor
-    spread: Tensor
-    gains: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]]
+    share: Any
+    spread: Any
+    gains: dict[str, tuple[Any, tuple[Any, Any] | None]]
 
 
 class Finding(NamedTuple):
@@ -119,7 +119,7 @@ class _Collected(NamedTuple):
     Attributes:
         is_on_cpu: whether the host has them.
         found: of each layer, by key; numbers of ``scalars``.
-        values: by key, as _Traced, with numbers of ``scalars``.
+        values: by key; numbers of ``scalars``.
         applied: keys of values and the bounds of their errors, in the order in which they were decided on.
     """
 
@@ -127,7 +127,7 @@ class _Collected(NamedTuple):
     scalars: Scalars
     is_on_cpu: bool
     found: dict[str, Finding]
-    values: dict[str, Any]
+    values: dict[str, _Traced]
     applied: list[tuple[str, float | None]]
 
     def values_on_host(self) -> dict[str, tuple[tuple[str, ...], CollectedValue]]:
@@ -138,15 +138,11 @@ class _Collected(NamedTuple):
             share = 1.0 if counts is None else share_of(*map(get, counts))
             return get(gain) * math.sqrt(share)
 
-        return {
-            key: (
-                readers,
-                CollectedValue(
-                    numel, get(share), get(spread), None, {source: gain_of(*each) for source, each in gains.items()}
-                ),
-            )
-            for key, (readers, numel, share, spread, gains) in self.values.items()
-        }
+        found = {}
+        for key, (readers, numel, share, spread, gains) in self.values.items():
+            known = {source: gain_of(*each) for source, each in gains.items()}
+            found[key] = readers, CollectedValue(numel, get(share), get(spread), None, known)
+        return found
 
     def errors(self, values: Mapping[str, tuple[tuple[str, ...], CollectedValue]]) -> dict[str, float]:
         """Returns the bound within which the input of each layer was stored or remade, by the key of the input."""
@@ -450,19 +446,16 @@ class Comet(Policy):
         }
         if not found:  # so the next step collects
             return None
-        values = {
-            key: (
-                traced.readers,
-                traced.numel,
-                scalars.add(traced.share),
-                scalars.add(traced.spread),
-                {
-                    source: (scalars.add(gain), None if counts is None else tuple(map(scalars.add, counts)))
-                    for source, (gain, counts) in traced.gains.items()
-                },
-            )
-            for key, traced in self._traced.items()
-        }
+        values = {}
+        for key, (readers, numel, share, spread, gains) in self._traced.items():
+            sent = {
+                source: (
+                    scalars.add(gain),
+                    None if counts is None else (scalars.add(counts[0]), scalars.add(counts[1])),
+                )
+                for source, (gain, counts) in gains.items()
+            }
+            values[key] = _Traced(readers, numel, scalars.add(share), scalars.add(spread), sent)
         is_on_cpu = scalars.is_on_cpu
         scalars.send()
         return _Collected(self._collected_in, scalars, is_on_cpu, found, values, self._applied)
