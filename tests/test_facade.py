@@ -11,9 +11,9 @@ import pytest
 from fresh import run_fresh
 
 import backstash
-from backstash import codecs, policies, stores
+from backstash import codecs, ops, policies, stores
 
-PACKAGES = [backstash, codecs, policies, stores]
+PACKAGES = [backstash, codecs, ops, policies, stores]
 PUBLISHED = {"backstash.policies": ("backstash.papers", "backstash.planning")}
 """Units that put names of theirs into a package below them (``policies.publish``)."""
 

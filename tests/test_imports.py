@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "numerics": {"torch_internals"},
     "repeatable": {"accelerator", "graphs", "saved"},
     "proofs": {"accelerator", "graphs", "numerics", "version"},
-    "ops": {"errors", "torch_internals"},
+    "ops": {"errors", "facade", "torch_internals"},
     "interpreter": {"saved", "torch_internals", "ops"},
     "codecs": {"arguments", "bits", "errors", "facade", "saved", "numerics", "proofs", "ops"},
     "formulas": {"saved", "torch_internals", "codecs.direct"},

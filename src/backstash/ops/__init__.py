@@ -4,10 +4,23 @@ What is named in ``__all__`` here, in ``ops.cpu.library``, ``ops.cpu.planes``, `
 ``ops.triton.elements`` is what a family is written with, in ``codecs/`` or elsewhere. CONTRIBUTING.md says how.
 """
 
-from backstash.ops.bits import bits_of, count_of, gathered, pack_fields, per_chunk, unpack_fields, with_room
-from backstash.ops.layout import ZVC_CHUNK, bytes_for, check_plane, disagreement, groups, zvc_chunks
-from backstash.ops.registration import kernel
-from backstash.ops.table import IN_GRAPHS, ON_DEVICES, dynamic_size
+from typing import TYPE_CHECKING
+
+from backstash.facade import on_demand
+
+if TYPE_CHECKING:
+    from backstash.ops.bits import (
+        bits_of,
+        count_of,
+        gathered,
+        pack_fields,
+        per_chunk,
+        unpack_fields,
+        with_room,
+    )
+    from backstash.ops.layout import ZVC_CHUNK, bytes_for, check_plane, disagreement, groups, zvc_chunks
+    from backstash.ops.registration import kernel
+    from backstash.ops.table import IN_GRAPHS, ON_DEVICES, dynamic_size
 
 __all__ = [
     "IN_GRAPHS",
@@ -28,3 +41,25 @@ __all__ = [
     "with_room",
     "zvc_chunks",
 ]
+
+_HOMES = {
+    "IN_GRAPHS": "table",
+    "ON_DEVICES": "table",
+    "ZVC_CHUNK": "layout",
+    "bits_of": "bits",
+    "bytes_for": "layout",
+    "check_plane": "layout",
+    "count_of": "bits",
+    "disagreement": "layout",
+    "dynamic_size": "table",
+    "gathered": "bits",
+    "groups": "layout",
+    "kernel": "registration",
+    "pack_fields": "bits",
+    "per_chunk": "bits",
+    "unpack_fields": "bits",
+    "with_room": "bits",
+    "zvc_chunks": "layout",
+}
+
+__getattr__, __dir__ = on_demand(__name__, _HOMES)
