@@ -9,7 +9,7 @@ Note: [settings]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +23,11 @@ Settings = tuple[object, ...]
 
 
 class _Setting(NamedTuple):
+    """A setting; ``keep`` returns what puts it back, where to write what was read may do something else."""
+
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    keep: Callable[[], Callable[[], object]] | None = None
 
 
 _SMALLEST, _ONE = 5e-324, 1.0
@@ -54,15 +57,27 @@ _precision_of = find("_C._get_fp32_precision_getter")
 
 def _precision(backend: str, operation: str) -> _Setting:
     """Of products of float32. ``torch.get_float32_matmul_precision`` raises where a program has used the newer API."""
-    read = partial(_precision_of, backend, operation)
-    set_to = partial(find("_C._set_fp32_precision_setter"), backend, operation)
+    read, set_all = partial(_precision_of, backend, operation), find("_C._set_fp32_precision_setter")
+    set_to = partial(set_all, backend, operation)
 
     def write(value: str) -> None:
-        set_to("none")  # that of all operations, or of all backends
-        if read() != value:
-            set_to(value)
+        set_to(value)
+        if read() != value:  # "none" leaves it to the levels above, which say something now
+            set_to("ieee")  # which computes as "none" does
 
-    return _Setting(read, write)
+    def keep() -> Callable[[], object]:
+        above = []
+        try:
+            # Torch tells what is set for an operation itself only where nothing is set for all of them.
+            for level in ("generic", "all"), (backend, "all"):
+                above.append((level, _precision_of(*level)))
+                set_all(*level, "none")
+            return partial(set_to, read())
+        finally:
+            for level, value in above:
+                set_all(*level, value)
+
+    return _Setting(read, write, keep)
 
 
 def matmul_precision() -> str:
@@ -164,11 +179,22 @@ def under(wanted: Settings, device_type: str) -> Iterator[None]:
     """Inside, the settings for that type of device are these; afterwards they are what they were."""
     table = _OF_CPU if device_type == "cpu" else _OF_OTHERS
     before = settings(device_type)
+    undoers = _undoers(table, before) if wanted != before else ()
     try:
         _change(table, before, wanted)
         yield
     finally:
-        _change(table, settings(device_type), before)
+        now = settings(device_type)
+        if not undoers:
+            _change(table, now, before)
+        for undo, old, new in zip(undoers, now, before, strict=False):
+            if old != new:
+                undo()
+
+
+def _undoers(table: tuple[_Setting, ...], before: Settings) -> Sequence[Callable[[], object]]:
+    pairs = zip(table, before, strict=True)
+    return [each.keep() if each.keep else partial(each.write, value) for each, value in pairs]
 
 
 def _change(table: tuple[_Setting, ...], before: Settings, wanted: Settings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -154,6 +154,61 @@ def test_settings_are_those_and_then_what_they_were(name: str) -> None:
     assert settings("cpu") is outside
     with SETTINGS[name](), under(outside, "cpu"):
         assert settings("cpu") is outside
+
+
+ONEDNN: Any = torch.backends.mkldnn
+LEVELS: tuple[Any, ...] = torch.backends, ONEDNN, ONEDNN.matmul, ONEDNN.conv
+
+
+@pytest.fixture
+def precisions() -> Iterator[None]:
+    """No precision is set for products of float32, on any level."""
+    before = [level.fp32_precision for level in LEVELS]
+    for level in LEVELS:
+        level.fp32_precision = "none"
+    yield
+    for level, precision in zip(LEVELS, before, strict=True):
+        level.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("precisions")
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("above", LEVELS[:2], ids=["all backends", "oneDNN"])
+def test_a_precision_that_an_operation_has_of_its_own_stays_that(above: Any, is_own: bool) -> None:
+    """Torch tells it from one that is set for all operations only when that is changed."""
+    matmul = ONEDNN.matmul
+    matmul.fp32_precision = "bf16"
+    outside = settings("cpu")
+    matmul.fp32_precision = "ieee" if is_own else "none"
+    above.fp32_precision = "ieee"
+    with under(outside, "cpu"):
+        assert matmul.fp32_precision == "bf16"
+    assert matmul.fp32_precision == above.fp32_precision == "ieee"
+    above.fp32_precision = "bf16"
+    assert matmul.fp32_precision == ("ieee" if is_own else "bf16")
+
+
+@pytest.mark.usefixtures("precisions")
+@pytest.mark.parametrize("above", LEVELS[:2], ids=["all backends", "oneDNN"])
+def test_what_was_computed_before_any_precision_was_set_is_made_again_so(above: Any) -> None:
+    def train(context: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+        for number in range(3):
+            model.zero_grad()
+            above.fp32_precision = "none"
+            with context:
+                loss = model(x + number).square().sum()
+            above.fp32_precision = "bf16"
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    outside = settings("cpu")
+    plain = train(nullcontext())
+    assert all(map(equal_bits, train(bs.Session(Remake(), min_nbytes=0)), plain))
+    with under(outside, "cpu"):
+        assert ONEDNN.matmul.fp32_precision == "ieee"
+    assert ONEDNN.matmul.fp32_precision == "bf16"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
