@@ -428,9 +428,9 @@ class Names:
         Args:
             is_next: the one before it had its backward pass; else this one takes the place of that.
         """
-        cycle = self._cycle
+        cycle = max(0, self._cycle)  # where steps start over, whatever became of the pass before
         if is_next:
-            cycle = 0 if self._is_fresh and self._has_whole_steps else cycle + 1
+            cycle = 0 if self._is_fresh and self._has_whole_steps else self._cycle + 1
             self._has_whole_steps = self._has_whole_steps or not self._is_fresh
         self._is_fresh = False
         self._begin_cycle(cycle % self._cycles if self._cycles else cycle)

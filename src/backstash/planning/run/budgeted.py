@@ -450,6 +450,10 @@ class Budgeted(Following):
         trouble = "; ".join(each for each in (trouble, self.overflowed) if each)
         predicted = sum(each.is_predicted for each in planned)
         progress = "" if course is None else f"no plan yet after {self.begun} forward passes: {course.stage}"
+        if self.raised:
+            raised = f"{self.raised} of its steps have raised" if self.cycles else "each of its steps has raised"
+            ended = progress or "training ended before a step could be planned"
+            progress = f"{ended}; {raised}, while a plan takes some in a row that do not"
         if not self.begun:
             progress = "no training step was seen, so none was planned: no forward pass has begun within the budget"
         found = replace(found, predicted=predicted, progress=progress)
@@ -510,7 +514,7 @@ class Budgeted(Following):
         if self.agreement is not None:
             self.agreement.tidy()
         if not self.recording.is_inside:
-            self._advance("safe")
+            self._advance()
         self._witness = (None if model is None else Witness.of(model)) or self._witness
         if self.phase and self.last is not None:
             self._session = self.last.session or self._session
@@ -822,7 +826,8 @@ class Budgeted(Following):
         """Another training has begun (Note: [another training] in trainings.py)."""
         self.order = Order()
         self.restart(0, 1)
-        self.cycles, self.has_planned = 0, False
+        self.cycles = self.raised = 0
+        self.has_planned = False
 
     def mix(self) -> None:
         """Passes of several kinds come in no order that repeats itself: each kind is planned for by itself."""
@@ -867,7 +872,7 @@ class Budgeted(Following):
             self._open[-1].__exit__(None if error is None else type(error), error, None)
             self._open.clear()
         if error is not None:
-            self._break_off()
+            self._leave_out()
 
     def _escalate(self) -> bool:
         """Has the next forward pass hold less. Returns False where nothing less is known."""
@@ -875,6 +880,7 @@ class Budgeted(Following):
         if bucket is None:
             return False
         bucket.is_done = True
+        self.abandon()
         known = bucket if bucket.planner is not None else self.buckets.largest()
         if known is None or known.planner is None:
             self.use(bucket, get("lossless"))

@@ -25,6 +25,12 @@ Note: [accumulated gradients]
     one that does is surveyed and counted, unless those of its kind never do, as where the first batch of each step has
     a size of its own.
 
+Note: [steps that raise]
+    A loop may catch an error and go on with the next batch. A step that raises is none of those that are awaited, timed
+    or recorded, and what is known stays known. Only a record begins again, since its steps have to follow one another:
+    what an interrupted step leaves behind is freed in the next one. It ends where the step raises, because nobody knows
+    whether the program goes on.
+
 Note: [freed unseen]
     The profiler sees the memory that the program's own threads free. A thread of a communication library, which may
     hold the last reference to a buffer, is not among them: what it frees seems to be alive until its address is used
@@ -82,8 +88,8 @@ from backstash.policies import Policy, get
 from backstash.session import Session
 from backstash.torch_internals import may_compile
 
-Awaited = Literal["cycle", "safe"]
-"""The end of a backward pass, or a place where the profiler may be started and stopped."""
+Awaited = Literal["cycle", "outcome", "safe"]
+"""The end of a backward pass, that or a step that raises, or a place where the profiler may be started and stopped."""
 
 TIMED_STEPS, FINALLY_TIMED = 20, 8
 """How many steps under a plan are timed at most, and how many of them last, when kinds of passes are not noted and the
@@ -140,7 +146,8 @@ PATIENCE, MOST_PATIENT = 6, 4 * MOST_RECORDED
 """After how many forward passes of other shapes a course ends, to begin again when its own shape comes: where one of
 them waits for a course of its own, and where none does."""
 
-Waiting = Generator[Awaited, None, None]
+Waiting = Generator[Awaited, bool | None, None]
+"""What waits. Who waits for an outcome is sent whether a step has raised."""
 
 clock = time.perf_counter
 
@@ -269,7 +276,7 @@ class Course:
         self._plain_of: Bucket | None = None  # the kind of the plain step that was recorded behind the other one
         self._recorded_nbytes = 0  # what the recorded step took
         self._is_usual = False  # that is about what another step took
-        self._unusual = 0  # pairs of steps that do not
+        self._unusual = 0  # pairs of steps that do not, or of which the second one has raised
         self._recorded: dict[str, str] = {}  # what the recorded step saved, by the keys with the specs
         self._estimate = 0.0  # seconds of a plain step, by what was recorded
         self._plain: list[tuple[Bucket, float]] = []  # kinds of plain steps, and their times
@@ -376,13 +383,22 @@ class Course:
         others = self._in_proportion
         return self._plain_seconds or (others if math.isfinite(others) else self._estimate)
 
+    def _has_raised(self, saved: dict[str, str] | None = None) -> Generator[Awaited, bool | None, bool]:
+        """Waits until a step has ended, or has raised. Returns which, and adds what it has saved to ``saved``."""
+        while not (yield "outcome"):
+            if saved is not None:
+                saved |= self._owner.passed
+            if not self._owner.phase:
+                return False
+        return True
+
     def _step(self) -> Waiting:
-        """Waits for a step, and times it where steps are timed."""
+        """Waits for a step that does not raise, and times it where steps are timed."""
         is_plain = self._times is self._plain
         now = self._owner.aside.program_clock if is_plain else clock
         began = now()
-        for _ in range(self._owner.period or 1):
-            yield "cycle"
+        while (yield from self._has_raised()):
+            began = now()
         self._used = 0.0
         last = self._owner.last
         if self._times is not None and last is not None:
@@ -410,7 +426,7 @@ class Course:
             yield from self._step()
             waited += self._bucket.plan is None
 
-    def _read(self, events: list[Event]) -> Generator[Awaited, None, Timeline]:
+    def _read(self, events: list[Event]) -> Generator[Awaited, bool | None, Timeline]:
         """Reads a record between steps."""
         line = Timeline([], self._owner.device)
         yield from self._steps_until(line.read(events))
@@ -677,8 +693,7 @@ class Course:
             probe = Probe(survey.found)
             owner.watch(probe.watcher)
             with probe.waiting():
-                for _ in range(owner.period or 1):
-                    yield "cycle"
+                yield from self._step()
             owner.watch(None)
             is_own = is_any or owner.last is bucket
             tried += is_own
@@ -783,7 +798,7 @@ class Course:
         are_alike = all(len(each.signature) == len(own) for each in self._met)
         return are_alike and _is_far(int(floor_nbytes * min(ratios)), nbytes)
 
-    def _see_all(self) -> Generator[Awaited, None, bool]:
+    def _see_all(self) -> Generator[Awaited, bool | None, bool]:
         """Before a budget is refused: sees how other kinds of passes belong to the step. Whether they have no order."""
         owner = self._owner
         if owner.order.is_mixed or not owner.order.has_others:
@@ -923,7 +938,7 @@ class Course:
                 return
             bucket.margin = max(bucket.margin + over + (over >> 3), budget - planned + 1)
 
-    def _count(self) -> Generator[Awaited, None, bool]:
+    def _count(self) -> Generator[Awaited, bool | None, bool]:
         """Proves the recipes of a plan in one step, and counts the peak of another. Returns whether it was counted."""
         bucket, session = self._bucket, self._bucket.session
         assert session is not None
@@ -994,8 +1009,11 @@ class Course:
         while True:
             prepare()
             self._is_recording = self._has_recorded = False
-            yield from self._record_once(watcher, lines, is_any, wait, proves, counts_plain)
-            if lines or not self._owner.recording.gave_way:
+            has_raised = yield from self._record_once(watcher, lines, is_any, wait, proves, counts_plain)
+            if has_raised:  # Note: [steps that raise]
+                yield "safe"
+                self._owner.recording.give_way()
+            if lines or not (has_raised or self._owner.recording.gave_way):
                 return
             self._owner.recording.gave_way = False
             self._owner.watch(None)  # and once more when the program has profiled what it wanted to
@@ -1006,15 +1024,17 @@ class Course:
         owner = self._owner
         return owner.adds_up or not owner.may_add_up or (owner.period or 1) > 1
 
-    def _record_plain(self, bucket: Bucket) -> Waiting:
-        """Records a plain step behind the one that was recorded, so that its peak is known."""
+    def _record_plain(self, bucket: Bucket) -> Generator[Awaited, bool | None, bool]:
+        """Records a plain step behind the recorded one, so that its peak is known. Returns whether it has raised."""
         owner, session = self._owner, bucket.session
         assert session is not None
         owner.recording.begin_plain()
         self._run_unhooked(bucket)
-        yield from self._step()
-        self._plain_of = owner.last if self._is_full else None
+        has_raised = yield from self._has_raised()
+        self._used = 0.0
+        self._plain_of = owner.last if self._is_full and not has_raised else None
         owner.go_back(bucket, session)
+        return has_raised
 
     def _record_once(
         self,
@@ -1024,39 +1044,39 @@ class Course:
         wait: Callable[[Bucket], None] | None,
         proves: bool,
         counts_plain: bool,
-    ) -> Waiting:
+    ) -> Generator[Awaited, bool | None, bool]:
+        """Does so if no step raises meanwhile. Returns whether one has."""
         owner, recording = self._owner, self._owner.recording
-        period = owner.period or 1
         moved = refused = 0
         while not recording.is_running:
             yield "safe"
             if not owner.is_steady:
                 moved += 1
                 if moved > MOST_MOVED:
-                    return
+                    return False
                 yield "cycle"
             elif not recording.start(insists=refused > MOST_REFUSED):
                 refused += 1
                 yield "cycle"  # another profiler runs
+        while owner.phase:  # the first passes of a step may leave to the others what they have made
+            if (yield "outcome"):
+                return True
         for _ in range(MOST_RECORDED):
-            for _ in range(period):
-                yield "cycle"
+            if (yield from self._has_raised()):
+                return True
             if owner.last is self._bucket or not proves:
                 break
-        while owner.cycles % period:  # the first passes of a step may leave to the others what they have made
-            yield "cycle"
         alone = tried = others = 0
         while others < MOST_RECORDED:
             if not recording.is_running:
-                return  # Note: [one thread] in recording.py
+                return False  # Note: [one thread] in recording.py
             recording.begin_step()
             self._is_recording = True
             told = watcher()
             owner.watch(told)
             self._recorded = {}
-            for _ in range(period):
-                yield "cycle"
-                self._recorded |= owner.passed
+            if (yield from self._has_raised(self._recorded)):
+                return True
             owner.watch(None)
             told.end_step()
             is_own = owner.last is self._bucket if not is_any else self._is_as_large(owner.last, tried)
@@ -1070,8 +1090,10 @@ class Course:
                 self._is_recording, self._has_recorded = False, True
                 recorded, is_followed = owner.last, counts_plain and not may_compile()
                 assert recorded is not None
-                if is_followed:
-                    yield from self._record_plain(recorded)
+                has_raised = is_followed and (yield from self._record_plain(recorded))
+                if has_raised and self._unusual < MOST_SURVEYED - 1:
+                    self._unusual += 1
+                    return True
                 recording.end_step()
                 if wait is not None:
                     wait(recorded)
@@ -1084,7 +1106,8 @@ class Course:
                 self._used = clock() - began
                 self._spent += self._used
                 lines += [] if events is None else [events]
-                return
+                return False
         yield "safe"
         recording.close()
         recording.listen()
+        return False

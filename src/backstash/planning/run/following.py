@@ -14,7 +14,7 @@ import inspect
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from backstash.planning.measure.events import Thread
 from backstash.planning.measure.recording import Recording
 from backstash.planning.measure.survey import Births, Silent
 from backstash.planning.run.buckets import Bucket
-from backstash.planning.run.course import Awaited, Course
+from backstash.planning.run.course import Awaited, Course, Waiting
 from backstash.planning.run.cycles import MOST_CYCLES, MOST_VALUES, Order
 from backstash.planning.run.unhooked import Unhooked
 from backstash.session import Session
@@ -77,6 +77,7 @@ class Following:
         cycles: backward passes of steps so far; a step begins where they are a multiple of the period.
         passed: what was saved before the last backward pass whose kind was noted, by the keys with the specs.
         order: the kinds of passes (Note: [longer periods] in cycles.py).
+        raised: steps that have raised.
         hears_all: whether every backward pass is followed, also where nothing is measured any more.
     """
 
@@ -91,7 +92,7 @@ class Following:
         self._thread_of_pass: weakref.ref[Thread] | None = None
         self._stayed = STEADY  # how many backward passes have ended since passes moved to another thread
         self._is_own = True  # whether the backward pass in progress is that of a step
-        self.period = self.cycles = 0
+        self.period = self.cycles = self.raised = 0
         self.forwards = 1
         self.passed: dict[str, str] = {}
         self.order = Order()
@@ -104,7 +105,7 @@ class Following:
         self._watcher: Births | None = None  # and the one that watches
         self._watching = ExitStack()
         self._course: Course | None = None
-        self._running: Generator[Awaited, None, None] | None = None
+        self._running: Waiting | None = None
         self._awaited: Awaited | None = None
         self._waited = 0
         self._is_new = True  # whether a forward pass begins with the next module
@@ -114,7 +115,7 @@ class Following:
     def between_steps(self) -> None:
         """The program is between two steps, and no optimizer's step runs. Frameworks that know this call it."""
         self.recording.is_inside = False
-        self._advance("safe")
+        self._advance()
 
     def close(self) -> None:
         """Stops whatever is being measured. Training goes on under the plans that there are."""
@@ -180,21 +181,22 @@ class Following:
         if self._course is None and not self._is_inside and is_between and not self.hears_all:
             passes.unlisten(self)
 
-    def _resume(self) -> None:
+    def _resume(self, has_raised: bool | None = None) -> None:
         assert self._running is not None
         running = self._running
         try:
-            self._awaited = next(running)
+            self._awaited = running.send(has_raised)
         except StopIteration:
             self.abandon()
         except BaseException:
             self.abandon()
             raise
 
-    def _advance(self, event: Awaited) -> None:
-        if self._running is not None and self._awaited == event:
+    def _advance(self) -> None:
+        """The profiler may be started and stopped here."""
+        if self._awaited == "safe":
             self._resume()
-        elif self._course is None and event == "safe":
+        elif self._course is None:
             self.recording.close()
 
     def abandon(self) -> None:
@@ -235,11 +237,12 @@ class Following:
         if self._course is None:
             self._unlisten()
             return
-        self._advance("cycle")
+        if self._awaited != "safe":
+            self._resume()
         if not self.recording.is_inside:
-            self._advance("safe")
+            self._advance()
             if self._awaited == "safe":  # a record has ended, and the next one begins before the program goes on
-                self._advance("safe")
+                self._advance()
         elif self._awaited == "safe":
             self._waited += 1
             if self._waited == IMPATIENT:
@@ -251,16 +254,27 @@ class Following:
     def fail_backward(self) -> None:
         """A backward pass has raised."""
         if self._is_own and not self._is_measuring:
-            self._break_off()
+            self.recording.note_pass(is_backward=False)
+            self._leave_out()
 
-    def _break_off(self) -> None:
-        """A step has raised: the next pass is taken for the first one of a step."""
-        self.cycles = 0
+    def _leave_out(self) -> None:
+        """A step has raised. It is none of those that are measured, and the next pass is the first one of a step."""
+        if self._is_new and not self.phase:
+            return  # none has begun since that was told
+        self.raised += 1
+        self.cycles -= self.phase
         self._is_new = True
+        if self._is_ordering:
+            self._session.accounts.take_saved()
+            since = self.begun - self._begun[-1]
+            self._begun = [begun + since for begun in self._begun]
         if self.period > 1:
             self.begin_cycles()
-        self.order.clear()
-        self.abandon()
+            self._forget_order()
+        if self._awaited == "outcome":
+            self._resume(has_raised=True)
+        if self.recording.is_running and not self.recording.is_inside:  # nobody knows whether the program goes on
+            self._advance()
 
     # -- the order of passes ---------------------------------------------------------------------------------------
 
