@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 import backstash as bs
 from backstash import Budgeted
+from backstash.bits import equal_bits
 from backstash.errors import BudgetError
+from backstash.planning.run.within import Within
 from backstash.report.meter import CountedPeak
 
 Loss = Callable[[], Tensor]
@@ -183,3 +187,38 @@ def test_a_step_that_was_profiled_leaves_its_inputs_to_the_program(share: float)
         held = [number for number in range(16) if step()() is not None]
     session.close()
     assert held == []
+
+
+def _figures(between: str, budget: int | str) -> tuple[list[Tensor], Within]:
+    """Trains a network in a loop that runs operations between its steps; returns the weights and what became of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 1))
+    optimizer, norm = torch.optim.SGD(model.parameters(), 0.01), nn.LayerNorm(64, elementwise_affine=False)
+    kept: deque[Any] = deque(maxlen=2)
+    session = Budgeted(budget or 1 << 30, min_nbytes=0)
+    session.is_hurried = True
+    for _ in range(20):
+        x = torch.randn(512, 64)
+        if between == "batches normalised ahead":
+            kept.append(norm(x))
+            x = kept[0]
+        optimizer.zero_grad()
+        with session if budget else nullcontext():
+            loss = model(x).square().mean()
+        loss.backward()
+        if between == "kept gradients":
+            kept.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        optimizer.step()
+    session.close()
+    return [parameter.detach() for parameter in model.parameters()], session.found
+
+
+@pytest.mark.parametrize("between", ["kept gradients", "batches normalised ahead"])
+def test_operations_between_the_steps_are_no_part_of_them(between: str) -> None:
+    """Autograd records them, and what was freed between them and the forward pass had been counted."""
+    _, alone = _figures("", "100%")
+    weights, found = _figures(between, alone.plain_nbytes)
+    assert found.plain_nbytes == pytest.approx(alone.plain_nbytes, rel=0.001)
+    assert found.plan is not None and found.plan.is_empty
+    assert 0 < found.reached_nbytes <= found.budget_nbytes
+    assert all(map(equal_bits, weights, _figures(between, "")[0]))

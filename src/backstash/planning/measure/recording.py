@@ -126,6 +126,11 @@ class Recording:
         self._record_operators(True)
         note("step")
 
+    def note_forward(self) -> None:
+        """Notes that a forward pass is about to begin."""
+        if self.is_running and self.is_here and self._records_operators:
+            note("forward")
+
     def begin_plain(self) -> None:
         """Notes that the step is over, and that a plain one begins, whose operators are recorded as well."""
         note("plain")

@@ -86,15 +86,14 @@ class Alive:
 
     Attributes:
         nbytes: bytes of it, above those at the step's beginning.
-        gradients: by their addresses, the sizes of the gradients of the step before that are yet to be freed; None but
-            between two steps.
+        gradients: by their addresses, the sizes of the gradients of the step before that are yet to be freed.
         freed_nbytes: bytes of these gradients that were freed.
         is_collecting: whether Python's garbage collector runs.
     """
 
     def __init__(self, device: str) -> None:
         self.nbytes = self.freed_nbytes = 0
-        self.gradients: dict[int, int] | None = None
+        self.gradients: dict[int, int] = {}
         self.is_collecting = False
         self._sizes: dict[int, int] = {}  # by address
         self._of_backward: set[int] = set()
@@ -104,8 +103,7 @@ class Alive:
         """An allocation (``alloc_size > 0``), in the backward pass or elsewhere, or a release."""
         before = self._sizes.pop(facts.ptr, 0)
         self._of_backward.discard(facts.ptr)
-        if self.gradients is not None:
-            self.freed_nbytes += self.gradients.pop(facts.ptr, 0)
+        self.freed_nbytes += self.gradients.pop(facts.ptr, 0)
         if facts.alloc_size > 0:  # what was there before was freed unseen
             self._sizes[facts.ptr] = facts.alloc_size
             if is_backward:
@@ -124,7 +122,6 @@ class Alive:
 
     def begin_step(self) -> None:
         """The step begins: bytes count from here, and gradients that were freed already are allocated anew in it."""
-        self.gradients = None
         self.nbytes = -self.freed_nbytes
 
 
@@ -158,8 +155,11 @@ class Timeline:
         loop the gradients of the step before are freed in a step. So the memory of the step before is recorded as well,
         up to the note "step", with which its backward pass ends; the note "pass" tells where a backward pass begins and
         ends. What lies between that and the first operation of the forward pass is of neither step: the program drops
-        results, the optimizer steps, a batch is loaded. Bytes count from that operation on, above what is held there
-        and the gradients that were freed before it. So they may be below 0 until backward has allocated new gradients.
+        results, the optimizer steps, a batch is loaded. Autograd may record operations there, as of a batch that is
+        normalised, or of gradients that are kept. So where the program enters a Session for the forward pass, the note
+        "forward" tells that, and the first operation is the one behind it. Bytes count from that operation on, above
+        what is held there and the gradients that were freed before it. So they may be below 0 until backward has
+        allocated new gradients.
         If that step is not of the kind that is asked for, another note "step" begins the next one. The note "plain"
         begins a plain step behind the last of them, and the note "over" ends it, where the profiler can only be stopped
         later.
@@ -197,7 +197,9 @@ class Timeline:
         ordered.sort()
         yield from self._follow(iter(ordered), Alive(self.device))
 
-    def _follow(self, ordered: Iterator[tuple[int, int, Any, bool]], alive: Alive) -> Iterator[None]:
+    def _follow(
+        self, ordered: Iterator[tuple[int, int, Any, bool]], alive: Alive, is_between: bool = False
+    ) -> Iterator[None]:
         trial: Trial | None = None
         for _, _, event, is_operation in ordered:
             yield
@@ -224,12 +226,15 @@ class Timeline:
                 elif kind == "step":  # what came before was recorded to know what is freed in it
                     alive.end_step()
                     self._begin()
+                    is_between = True
+                elif kind == "forward":  # what has run since then is no part of the step
+                    is_between = True
                 elif kind == "pass":  # of the step before, of which no operators are recorded
                     self.positions[-1].is_backward = noted["is_backward"]
                 elif kind == "plain":
                     alive.end_step()
                     plain = Timeline([], self.device)
-                    yield from plain._follow(ordered, alive)
+                    yield from plain._follow(ordered, alive, is_between=True)
                     self.plain = plain if plain.nodes == self.nodes else None
                     break
                 elif kind == "over":  # what comes now is the optimizer's
@@ -241,7 +246,8 @@ class Timeline:
                 elif kind == "read":
                     self.reads.setdefault(noted["key"], []).append(len(self.positions) - 1)
             elif is_operation and trial is None:
-                if alive.gradients is not None:
+                if is_between:
+                    is_between = False
                     alive.begin_step()
                     self._begin()
                 name = event.name.removeprefix(NODE)

@@ -252,6 +252,7 @@ class Budgeted(Following):
         try:
             modules.hear_calls(self._before_module)
             self._thread = threading.get_ident()
+            self._note_forward()
             self._is_new = self._is_inside = True
             self._listen()
             if self._calls_modules is False:
@@ -908,6 +909,7 @@ class Window:
         self._entry = entry = leaving.Entrance(self)
         try:
             with self._budgeted.aside:
+                self._budgeted._note_forward()
                 self._budgeted._begin(self._model, self._signature)
                 self._budgeted._enter(self._budgeted._session)
         except BaseException as error:

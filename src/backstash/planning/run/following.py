@@ -143,6 +143,11 @@ class Following:
         self._thread_of_pass = weakref.ref(here)
         self.recording.meet()
 
+    def _note_forward(self) -> None:
+        """The program enters this for a forward pass, which is a step's first one if none has begun before."""
+        if self._is_new and not self.phase:
+            self.recording.note_forward()
+
     def watch(self, watcher: Births | None) -> None:
         """From now on, that watcher is told what the Sessions do; None for nobody."""
         self._asked = watcher
