@@ -157,8 +157,9 @@ class Timeline:
         ends. What lies between that and the first operation of the forward pass is of neither step: the program drops
         results, the optimizer steps, a batch is loaded. Autograd may record operations there, as of a batch that is
         normalised, or of gradients that are kept. So where the program enters a Session for the forward pass, the note
-        "forward" tells that. Bytes count from there on, else from the first operation, above what is held there and the
-        gradients that were freed before. So they may be below 0 until backward has allocated new gradients.
+        "forward" tells that, and the first operation is the one behind it. Bytes count from that operation on, above
+        what is held there and the gradients that were freed before it. So they may be below 0 until backward has
+        allocated new gradients.
         If that step is not of the kind that is asked for, another note "step" begins the next one. The note "plain"
         begins a plain step behind the last of them, and the note "over" ends it, where the profiler can only be stopped
         later.
@@ -227,9 +228,7 @@ class Timeline:
                     self._begin()
                     is_between = True
                 elif kind == "forward":  # what has run since then is no part of the step
-                    is_between = False
-                    alive.begin_step()
-                    self._begin()
+                    is_between = True
                 elif kind == "pass":  # of the step before, of which no operators are recorded
                     self.positions[-1].is_backward = noted["is_backward"]
                 elif kind == "plain":
