@@ -39,6 +39,7 @@ class Loop:
     def __init__(self, session: Any) -> None:
         torch.manual_seed(0)
         self.session = session
+        self.batch = torch.randn(256, 16)  # held, so that it is no part of a step
         self.model = nn.Sequential(nn.Linear(16, 32), Experts(), Experts(), nn.Linear(32, 4))
         self.kept = 0  # steps in which everything was kept, since there was a plan
 
@@ -49,7 +50,7 @@ class Loop:
                 layer.first, layer.more = first, more if layer is self.model[1] else 0
         had_plan = isinstance(self.session, Budgeted) and self.session.has_planned
         with self.session:
-            loss = self.model(torch.randn(256, 16)).square().mean()
+            loss = self.model(self.batch).square().mean()
         loss.backward()
         self.model.zero_grad(set_to_none=False)
         self.kept += had_plan and isinstance(self.session.policy, KeepForSurvey)
