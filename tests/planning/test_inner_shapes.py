@@ -39,8 +39,8 @@ class Loop:
     def __init__(self, session: Any) -> None:
         torch.manual_seed(0)
         self.session = session
-        self.batch = torch.randn(256, 16)  # held, so that it is no part of a step
         self.model = nn.Sequential(nn.Linear(16, 32), Experts(), Experts(), nn.Linear(32, 4))
+        self.batch: Tensor | None = torch.randn(256, 16)  # held, so that it is no part of a step; None for others
         self.kept = 0  # steps in which everything was kept, since there was a plan
 
     def step(self, first: int, more: int = 0) -> None:
@@ -50,7 +50,7 @@ class Loop:
                 layer.first, layer.more = first, more if layer is self.model[1] else 0
         had_plan = isinstance(self.session, Budgeted) and self.session.has_planned
         with self.session:
-            loss = self.model(self.batch).square().mean()
+            loss = self.model(torch.randn(256, 16) if self.batch is None else self.batch).square().mean()
         loss.backward()
         self.model.zero_grad(set_to_none=False)
         self.kept += had_plan and isinstance(self.session.policy, KeepForSurvey)
@@ -101,6 +101,7 @@ def test_choices_are_tried_until_no_step_has_a_new_name() -> None:
     """One value in each step, and no value in the shapes of all steps."""
     measured, surveys = KindMeasurements(), []
     loop = Loop(Session(KeepForSurvey(1), min_nbytes=1024, stop_if_useless=False))
+    loop.batch = None
     for number in range(60):
         surveys.append(Survey(measured=measured, seconds=1e-9))
         with loop.session.watched_by(surveys[-1]):
