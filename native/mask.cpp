@@ -49,9 +49,6 @@ struct SelectJob {
 
 namespace bs {
 constexpr int64_t kBlock = 1 << 16;  // elements; a multiple of kWord
-}
-
-namespace bs {
 
 inline int64_t encode_tested(const TestJob& job, int64_t n, int threads) {
     const auto encode = BS_PICK(encode_test);

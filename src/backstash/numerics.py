@@ -9,7 +9,7 @@ Note: [settings]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -179,25 +179,19 @@ def under(wanted: Settings, device_type: str) -> Iterator[None]:
     """Inside, the settings for that type of device are these; afterwards they are what they were."""
     table = _OF_CPU if device_type == "cpu" else _OF_OTHERS
     before = settings(device_type)
-    undoers = _undoers(table, before) if wanted != before else ()
+    kept: list[Callable[[], object]] = []
     try:
-        _change(table, before, wanted)
+        for setting, value in _differing(table, before, wanted):
+            if setting.keep is not None:
+                kept.append(setting.keep())
+            setting.write(value)
         yield
     finally:
-        now = settings(device_type)
-        if not undoers:
-            _change(table, now, before)
-        for undo, old, new in zip(undoers, now, before, strict=False):
-            if old != new:
-                undo()
+        for put_back in kept:
+            put_back()
+        for setting, value in _differing(table, settings(device_type), before):
+            setting.write(value)
 
 
-def _undoers(table: tuple[_Setting, ...], before: Settings) -> Sequence[Callable[[], object]]:
-    pairs = zip(table, before, strict=True)
-    return [each.keep() if each.keep else partial(each.write, value) for each, value in pairs]
-
-
-def _change(table: tuple[_Setting, ...], before: Settings, wanted: Settings) -> None:
-    for setting, old, new in zip(table, before, wanted, strict=True):
-        if old != new:
-            setting.write(new)
+def _differing(table: tuple[_Setting, ...], now: Settings, wanted: Settings) -> list[tuple[_Setting, object]]:
+    return [(each, value) for each, old, value in zip(table, now, wanted, strict=True) if old != value]

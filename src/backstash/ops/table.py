@@ -2,7 +2,6 @@
 
 A family of kernels is a package: ``reference.py`` defines them in plain torch, on purpose dull, and runs on any device.
 ``cpu.py`` and ``triton.py`` beside it have functions of the same names and signatures, which return the same bits.
-What one of these does is described at its reference; its own docstring, if there is one, adds what differs.
 A kernel enters the table where it is defined: the decorator :func:`backstash.ops.registration.kernel` on its reference
 writes its row, when the family is imported. A backend without such a function says why in the row, and the reference
 serves in its place. ``tests/ops/test_table.py`` holds every row to this. Families that serve a codec are in

@@ -31,6 +31,7 @@ _SIZES = [2**power for power in range(4, 13)]
 def blockquant_encode(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_encode`."""
     if x.dtype not in SMALL_FLOATS or bits not in (1, 2, 4, 8) or group_size not in _SIZES:
         return reference.blockquant_encode(x, bits, group_size, stochastic, seed)
     n = x.numel()
@@ -41,6 +42,7 @@ def blockquant_encode(
 
 
 def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int, out: Tensor) -> None:
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode`."""
     n = out.numel()
     taken = out.dtype in SMALL_FLOATS and ranges.dtype is out.dtype and bits in (1, 2, 4, 8) and group_size in _SIZES
     if not taken:
@@ -54,6 +56,7 @@ def blockquant_decode(codes: Tensor, ranges: Tensor, bits: int, group_size: int,
 def blockquant_encode_rows(
     x: Tensor, bits: int, group_size: int, stochastic: bool, seed: int, across: bool, channels: int, area: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_encode_rows`."""
     if x.dtype not in SMALL_FLOATS or bits not in (1, 2, 4, 8) or group_size not in _SIZES:
         return reference.blockquant_encode_rows(x, bits, group_size, stochastic, seed, across, channels, area)
     n = x.numel()
@@ -79,6 +82,7 @@ def blockquant_decode_rows(
     area: int,
     out: Tensor,
 ) -> None:
+    """See :func:`backstash.codecs.blockquant.reference.blockquant_decode_rows`."""
     n = out.numel()
     taken = out.dtype in SMALL_FLOATS and low.dtype is high.dtype is out.dtype and bits in (1, 2, 4, 8)
     if not taken or group_size not in _SIZES:

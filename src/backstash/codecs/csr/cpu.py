@@ -21,6 +21,7 @@ _lib: Any = library.functions(
 
 
 def csr_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.csr.reference.csr_encode`."""
     width = x.element_size()
     if width not in (2, 4, 8):
         return reference.csr_encode(x)

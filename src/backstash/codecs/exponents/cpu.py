@@ -25,12 +25,14 @@ ASIDE = 8
 
 
 def exponents_encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.exponents.reference.exponents_encode`."""
     if x.element_size() not in (2, 4):
         return reference.exponents_encode(x, bits)
     return _encoded(x, bits, None)[0]
 
 
 def exponents_encode_within(x: Tensor, bits: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.exponents.reference.exponents_encode_within`."""
     if x.element_size() not in (2, 4):
         return reference.exponents_encode_within(x, bits, room)
     planes, stored = _encoded(x, bits, room)

@@ -53,6 +53,7 @@ def _table(values: tuple[float, ...], dtype: torch.dtype) -> Any:
 
 
 def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.codecs.fewbit.reference.fewbit_encode`."""
     infinity = _INFINITY.get(x.dtype)
     if infinity is None or not 1 <= bits <= 4:
         return reference.fewbit_encode(x, thresholds, bits)
@@ -65,6 +66,7 @@ def fewbit_encode(x: Tensor, thresholds: list[float], bits: int) -> tuple[Tensor
 
 
 def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -> None:
+    """See :func:`backstash.codecs.fewbit.reference.fewbit_decode`."""
     if out.dtype not in _INFINITY or not 1 <= bits <= 4 or len(values) != 2**bits:
         return reference.fewbit_decode(packed, values, bits, out)
     n, width = out.numel(), out.element_size()
@@ -74,6 +76,7 @@ def fewbit_decode(packed: Tensor, values: list[float], bits: int, out: Tensor) -
 
 
 def scale_by_codes(x: Tensor, packed: Tensor, table: Tensor, out: Tensor) -> None:
+    """See :func:`backstash.codecs.fewbit.reference.scale_by_codes`."""
     n, width, bits = x.numel(), x.element_size(), table.numel().bit_length() - 1
     if x.dtype not in (torch.float32, torch.float64) or table.dtype is not x.dtype:
         return reference.scale_by_codes(x, packed, table, out)

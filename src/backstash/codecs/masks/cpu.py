@@ -25,6 +25,7 @@ _lib: Any = library.functions(
 
 
 def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
+    """See :func:`backstash.codecs.masks.reference.bitmask_encode`."""
     code = FLOATS.get(x.dtype)
     if code is None:
         return reference.bitmask_encode(x, test, lo, hi)
@@ -36,6 +37,7 @@ def bitmask_encode(x: Tensor, test: int, lo: float, hi: float) -> Tensor:
 
 
 def bitmask_decode(mask: Tensor, out: Tensor, if_set: float, if_clear: float) -> None:
+    """See :func:`backstash.codecs.masks.reference.bitmask_decode`."""
     width = out.element_size()
     if width not in UNSIGNED or out.dtype.is_complex:
         return reference.bitmask_decode(mask, out, if_set, if_clear)
@@ -52,6 +54,7 @@ def _pair_bits(pair: Tensor) -> tuple[int, int]:
 
 
 def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.codecs.masks.reference.binary_encode`."""
     width = x.element_size()
     if width not in (2, 4, 8) or pair.element_size() != width:
         return reference.binary_encode(x, pair)
@@ -63,6 +66,7 @@ def binary_encode(x: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
+    """See :func:`backstash.codecs.masks.reference.binary_decode`."""
     width = out.element_size()
     if width not in (2, 4, 8) or pair.element_size() != width:
         return reference.binary_decode(mask, pair, out)
@@ -73,6 +77,7 @@ def binary_decode(mask: Tensor, pair: Tensor, out: Tensor) -> None:
 
 
 def mask_select(x: Tensor, mask: Tensor, out: Tensor) -> None:
+    """See :func:`backstash.codecs.masks.reference.mask_select`."""
     n, width = x.numel(), x.element_size()
     if width not in (2, 4, 8):
         return reference.mask_select(x, mask, out)

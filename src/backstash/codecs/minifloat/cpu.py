@@ -33,6 +33,7 @@ def takes(form: Format, dtype: torch.dtype) -> bool:
 
 
 def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_encode`."""
     form, n = FORMATS[format], x.numel()
     if not takes(form, x.dtype):
         return reference.minifloat_encode(x, format, nonzero)
@@ -43,6 +44,7 @@ def minifloat_encode(x: Tensor, format: str, nonzero: bool) -> Tensor:
 
 
 def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_decode`."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or codes.dtype is not form.dtype:
         return reference.minifloat_decode(codes, format, out)
@@ -52,6 +54,7 @@ def minifloat_decode(codes: Tensor, format: str, out: Tensor) -> None:
 
 
 def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_encode`."""
     form, n = FORMATS[format], x.numel()
     if not takes(form, x.dtype) or format not in SCALED:
         return reference.minifloat_scaled_encode(x, format, group_size)
@@ -62,6 +65,7 @@ def minifloat_scaled_encode(x: Tensor, format: str, group_size: int) -> tuple[Te
 
 
 def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_size: int, out: Tensor) -> None:
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_scaled_decode`."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or format not in SCALED or scales.dtype is not torch.float32:
         return reference.minifloat_scaled_decode(codes, scales, format, group_size, out)
@@ -72,6 +76,7 @@ def minifloat_scaled_decode(codes: Tensor, scales: Tensor, format: str, group_si
 
 
 def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: int, area: int) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_images_encode`."""
     form, n = FORMATS[format], x.numel()
     if not takes(form, x.dtype) or format not in SCALED:
         return reference.minifloat_images_encode(x, format, group_size, channels, area)
@@ -86,6 +91,7 @@ def minifloat_images_encode(x: Tensor, format: str, group_size: int, channels: i
 def minifloat_images_decode(
     codes: Tensor, scales: Tensor, format: str, group_size: int, channels: int, area: int, out: Tensor
 ) -> None:
+    """See :func:`backstash.codecs.minifloat.reference.minifloat_images_decode`."""
     form, n = FORMATS[format], out.numel()
     if not takes(form, out.dtype) or format not in SCALED or scales.dtype is not torch.float32:
         return reference.minifloat_images_decode(codes, scales, format, group_size, channels, area, out)

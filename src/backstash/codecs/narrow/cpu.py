@@ -19,6 +19,7 @@ _lib: Any = library.functions(
 
 
 def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
+    """See :func:`backstash.codecs.narrow.reference.narrow_encode`."""
     code = INTEGERS.get(x.dtype)
     if code is None or not 1 <= bits <= 32:
         return reference.narrow_encode(x, bits, base)
@@ -29,6 +30,7 @@ def narrow_encode(x: Tensor, bits: int, base: int) -> Tensor:
 
 
 def narrow_decode(packed: Tensor, bits: int, base: int, out: Tensor) -> None:
+    """See :func:`backstash.codecs.narrow.reference.narrow_decode`."""
     code = INTEGERS.get(out.dtype)
     if code is None or not 1 <= bits <= 32:
         return reference.narrow_decode(packed, bits, base, out)

@@ -23,6 +23,7 @@ _lib: Any = library.functions(
 
 
 def rle_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.rle.reference.rle_encode`."""
     width = x.element_size()
     if width not in (2, 4, 8):
         return reference.rle_encode(x)

@@ -29,6 +29,7 @@ _lib: Any = library.functions(
 
 
 def sz_range(x: Tensor) -> Tensor:
+    """See :func:`backstash.codecs.sz.reference.sz_range`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_range(x)
     found = torch.empty(2, dtype=torch.float64, device="cpu")
@@ -37,6 +38,7 @@ def sz_range(x: Tensor) -> Tensor:
 
 
 def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int], offset: float = 0.0) -> Tensor:
+    """See :func:`backstash.codecs.sz.reference.sz_survey`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_survey(x, step, bound, low, blocks, offset)
     begins, run = starts(x.numel())
@@ -50,6 +52,7 @@ def sz_survey(x: Tensor, step: float, bound: float, low: int, blocks: list[int],
 def sz_encode(
     x: Tensor, table: Tensor, step: float, bound: float, model: list[int], blocks: list[int], offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.sz.reference.sz_encode`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.sz_encode(x, table, step, bound, model, blocks, offset)
     threads, sizes, n = torch.get_num_threads(), (c_int64 * 3)(), x.numel()

@@ -26,6 +26,7 @@ _lib: Any = library.functions(
 
 
 def szp_range(x: Tensor) -> Tensor:
+    """See :func:`backstash.codecs.szp.reference.szp_range`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.szp_range(x)
     n, found = x.numel(), torch.empty(2, dtype=torch.float32, device="cpu")
@@ -36,6 +37,7 @@ def szp_range(x: Tensor) -> Tensor:
 
 
 def szp_encode(x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.szp.reference.szp_encode`."""
     if x.dtype not in SMALL_FLOATS:
         return reference.szp_encode(x, grid)
     n, threads = x.numel(), threads_for(x.nbytes)

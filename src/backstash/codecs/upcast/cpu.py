@@ -16,6 +16,7 @@ _lib: Any = library.functions(
 
 
 def upcast_encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.codecs.upcast.reference.upcast_encode`."""
     upper = new_plane(x.numel(), torch.bfloat16)
     others = _lib.bs_upcast_encode(x.data_ptr(), x.numel(), upper.data_ptr(), threads_for(x.nbytes))
     return upper, torch.full((1,), others, dtype=torch.int64, device="cpu")

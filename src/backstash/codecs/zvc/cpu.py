@@ -35,6 +35,7 @@ From 32 MiB on, glibc takes memory from the system afresh each time, which costs
 
 
 def zvc_encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.zvc.reference.zvc_encode`."""
     width = x.element_size()
     if width not in (2, 4, 8):
         return reference.zvc_encode(x)
@@ -63,6 +64,7 @@ def zvc_decode(mask: Tensor, offsets: Tensor, values: Tensor, out: Tensor) -> No
 
 
 def zvc_minifloat_encode(x: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`backstash.codecs.zvc.reference.zvc_minifloat_encode`."""
     form, n = FORMATS[format], x.numel()
     if not takes(form, x.dtype):
         return reference.zvc_minifloat_encode(x, format)

@@ -63,6 +63,7 @@ def affine(
 def batch_norm_channels(
     grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor, int]:
+    """See :func:`backstash.ops.norms.reference.batch_norm_channels`."""
     outer, channels, inner = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     # Two tensors with their own memory, because they become the gradients of two parameters.
     weight_grad, bias_grad = (torch.empty(channels, dtype=torch.float32, device="cpu") for _ in range(2))
@@ -82,6 +83,7 @@ def batch_norm_pixels(
     grad_mean: Tensor,
     out: Tensor,
 ) -> None:
+    """See :func:`backstash.ops.norms.reference.batch_norm_pixels`."""
     channels = x.shape[1]
     inputs = pointers(grad, x, mean, invstd, weight, k, grad_mean)
     _lib.bs_batch_norm_pixels(*inputs, x.numel() // channels, channels, out.data_ptr(), threads_for(x.numel() * 4))

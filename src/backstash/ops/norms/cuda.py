@@ -32,6 +32,7 @@ def affine(
     residual_weight: Tensor | None = None,
     residual_bias: Tensor | None = None,
 ) -> None:
+    """See :func:`backstash.ops.norms.reference.affine`."""
     numel = x.numel()
     if mask is not None:
         check_plane("affine", "mask", mask, bytes_for(numel, 1), out)

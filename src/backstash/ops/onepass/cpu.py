@@ -37,6 +37,7 @@ def row_norm(
     nan: int,
     out: Tensor,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.row_norm`."""
     rows, of_vectors = rstd.numel(), _code(bias if weight is None else weight)
     sizes = rows, x.numel() // max(1, rows)
     inputs = *pointers(x, residual), _code(x), *pointers(mean, rstd, weight, bias), of_vectors
@@ -59,6 +60,7 @@ def grouped_norm(
     out: Tensor,
     normed: Tensor | None,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.grouped_norm`."""
     sizes = images(x)
     if sizes is None or not x.numel():
         return reference.grouped_norm(
@@ -111,6 +113,7 @@ def gated(
     out: Tensor,
     inner: Tensor | None,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.gated`."""
     inputs = *pointers(gate, up), _code(gate), gate.numel()
     table = *pointers(whole, tail), chunk, step, nan, tail_nan
     _lib.bs_gated(*inputs, *table, *pointers(out, inner), threads_for(gate.nbytes))
@@ -119,11 +122,13 @@ def gated(
 def curve(
     x: Tensor, curve: int, whole: Tensor | None, tail: Tensor | None, chunk: int, step: int, nan: int, out: Tensor
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.curve`."""
     table = int(curve), *pointers(whole, tail), chunk, step, nan
     _lib.bs_curve(x.data_ptr(), _code(x), x.numel(), *table, out.data_ptr(), threads_for(x.nbytes))
 
 
 def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -> None:
+    """See :func:`backstash.ops.onepass.reference.dropout_bits`."""
     check_plane("dropout_bits", "mask", mask, bytes_for(x.numel(), 1))
     _lib.bs_dropout(
         x.data_ptr(), _code(x), x.numel(), mask.data_ptr(), scale, nan, out.data_ptr(), threads_for(x.nbytes)

@@ -60,6 +60,7 @@ def row_norm(
     nan: int,
     out: Tensor,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.row_norm`."""
     vector = bias if weight is None else weight
     of_vector = x.dtype if vector is None else vector.dtype
     types = NAMES[x.dtype], NAMES[of_vector], NAMES[out.dtype]
@@ -84,6 +85,7 @@ def grouped_norm(
     out: Tensor,
     normed: Tensor | None,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.grouped_norm`."""
     vector, sizes = bias if weight is None else weight, images(x)
     assert sizes is not None
     types = NAMES[x.dtype], NAMES[torch.float32 if vector is None else vector.dtype]
@@ -109,6 +111,7 @@ def channel_norm(
     out: Tensor,
     rounding: int = Rounding.SCALED,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.channel_norm`."""
     given = x, mean, invstd, weight, bias, residual, None, None, None, None, None, out, None, None, None, None
     sizes = x.numel(), x.shape[1], inner, 0, 1, 0
     numbers = float(lo), float(hi), int(activation), int(rounding), nan
@@ -127,16 +130,19 @@ def gated(
     out: Tensor,
     inner: Tensor | None,
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.gated`."""
     launch(f"bs_gated_{NAMES[gate.dtype]}", gate, gate, up, whole, out, inner, gate.numel(), nan)
 
 
 def curve(
     x: Tensor, curve: int, whole: Tensor | None, tail: Tensor | None, chunk: int, step: int, nan: int, out: Tensor
 ) -> None:
+    """See :func:`backstash.ops.onepass.reference.curve`."""
     launch(f"bs_curve_{NAMES[x.dtype]}", x, x, whole, out, x.numel(), int(curve), nan)
 
 
 def dropout_bits(x: Tensor, mask: Tensor, scale: float, nan: int, out: Tensor) -> None:
+    """See :func:`backstash.ops.onepass.reference.dropout_bits`."""
     launch(f"bs_dropout_{NAMES[x.dtype]}", x, x, mask, out, x.numel(), scale, nan)
 
 

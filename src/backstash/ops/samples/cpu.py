@@ -16,6 +16,7 @@ _lib: Any = library.functions(
 
 
 def sample_counts(x: Tensor, runs: int, run: int, step: int) -> tuple[int, int]:
+    """See :func:`backstash.ops.samples.reference.sample_counts`."""
     if x.element_size() not in (2, 4, 8):
         return reference.sample_counts(x, runs, run, step)
     nonzeros, patterns = c_int64(), c_int64()

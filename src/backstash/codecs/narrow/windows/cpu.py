@@ -38,6 +38,7 @@ def window_encode(
     padding: list[int],
     dilation: list[int],
 ) -> tuple[Tensor, Tensor]:
+    """See :func:`backstash.codecs.narrow.windows.reference.window_encode`."""
     if not 1 <= len(kernel) <= 3 or indices.dtype is not torch.int64:
         return reference.window_encode(indices, inner, input_size, output_size, kernel, stride, padding, dilation)
     n, bits = indices.numel(), window_bits(kernel)
@@ -58,6 +59,7 @@ def window_decode(
     dilation: list[int],
     out: Tensor,
 ) -> None:
+    """See :func:`backstash.codecs.narrow.windows.reference.window_decode`."""
     if not 1 <= len(kernel) <= 3 or out.dtype is not torch.int64:
         return reference.window_decode(packed, inner, input_size, output_size, kernel, stride, padding, dilation, out)
     n, bits = out.numel(), window_bits(kernel)
@@ -78,6 +80,7 @@ def window_scatter(
     grad: Tensor,
     out: Tensor,
 ) -> None:
+    """See :func:`backstash.codecs.narrow.windows.reference.window_scatter`."""
     sizes = input_size, output_size, kernel, stride, padding, dilation
     if not 1 <= len(kernel) <= 3 or grad.dtype not in (torch.float32, torch.float64):
         return reference.window_scatter(packed, inner, *sizes, grad, out)
